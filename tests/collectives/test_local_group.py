@@ -4,12 +4,10 @@ import gc
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import group_scenarios
 import numpy as np
 import pytest
-import rank_jobs
 from group_model import (
     OPERATIONS,
     dtype_of,
@@ -70,12 +68,12 @@ def test_broadcast_does_not_write_at_the_root(length, tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("name", rank_jobs.scenarios(Path(group_scenarios.__file__)))
+@pytest.mark.parametrize("name", group_scenarios.SCENARIOS)
 def test_scenarios_of_every_engine(name, world):
     pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
     if name == "tensors_stay_tensors":
         pytest.importorskip("torch", reason="tensors are torch's")
-    ranks(getattr(group_scenarios, name), world)
+    ranks(group_scenarios.SCENARIOS[name], world)
 
 
 def test_sums_that_the_core_does_not_round_are_refused_by_all():

@@ -1,6 +1,7 @@
 """Folders of other programs, for `foreign_kinds.KINDS`; as a program, it prints the table."""
 
 import argparse
+import functools
 import hashlib
 import json
 import shutil
@@ -432,15 +433,13 @@ _ranks: list[Path] = []  # the folder that two ranks have written, once for all 
 
 def of_ranks(name, folder):
     """Return a copy of a folder that two ranks wrote, and the expected values of all of them."""
-    import rank_jobs
+    import foreign_ranks
+    import gloo_ranks
 
     if not _ranks:
         place = folder / "ranks"
         place.mkdir()
-        program = Path(__file__).parents[1] / "integration" / "checkpoint" / "foreign_ranks.py"
-        rank_jobs.check(
-            rank_jobs.run_ranks(program, 2, ["write_all"], place / "store"), "write_all"
-        )
+        gloo_ranks.run(2, functools.partial(foreign_ranks.write_all, folder=place))
         _ranks.append(place)
     path = shutil.copytree(_ranks[0] / name, folder / "copy" / name)
     return path, read_torch(_ranks[0] / "expected.pt")

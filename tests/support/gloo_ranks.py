@@ -15,31 +15,31 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 TIMEOUT = 100.0  # seconds, more than a busy machine needs
 
 
-def run(world_size, function, *, warn="ignore"):
+def run(world_size, function, *, warn="ignore", timeout=TIMEOUT):
     """Call a function on ranks, and return their results.
 
     `warn`: what happens to warnings; torch's wrappers warn about themselves.
     """
     with warnings.catch_warnings():
         warnings.simplefilter(warn)
-        return run_ranks(world_size, function, "gloo", timeout=TIMEOUT)
+        return run_ranks(world_size, function, "gloo", timeout=timeout)
 
 
-def run_on(*world_sizes):
+def run_on(*world_sizes, most=2, warn="ignore"):
     """Make a test of a function that every rank calls with its group.
 
-    A parameter `folder` of the function is the test's `tmp_path`. The test runs for each number of
-    ranks; with more than two it is marked long.
+    A parameter `tmp_path` of the function is that of the test. The test runs for each number of
+    ranks; with more than `most` it is marked long.
     """
-    cases = [pytest.param(n, marks=[pytest.mark.long] * (n > 2)) for n in world_sizes]
+    cases = [pytest.param(n, marks=[pytest.mark.long] * (n > most)) for n in world_sizes]
 
     def decorate(function):
-        takes_folder = "folder" in inspect.signature(function).parameters
+        takes_path = "tmp_path" in inspect.signature(function).parameters
 
         @pytest.mark.parametrize("world_size", cases)
         def test(world_size, tmp_path):
-            keywords = {"folder": tmp_path} if takes_folder else {}
-            run(world_size, functools.partial(function, **keywords))
+            keywords = {"tmp_path": tmp_path} if takes_path else {}
+            run(world_size, functools.partial(function, **keywords), warn=warn)
 
         test.__name__ = function.__name__
         test.on_rank = function

@@ -12,6 +12,15 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"]
 
 
+class Scenarios(dict):
+    """Functions that every rank calls with its group, by name."""
+
+    def add(self, function):
+        """Add a function; a decorator."""
+        self[function.__name__] = function
+        return function
+
+
 def _operation(name):
     return lambda group, **keywords: getattr(group, name)(np.arange(60.0), **keywords)
 

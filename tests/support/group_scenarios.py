@@ -5,6 +5,7 @@ from group_model import (
     FLOATS,
     INTEGERS,
     LENGTHS,
+    Scenarios,
     as_tensor,
     dtype_of,
     inputs,
@@ -15,10 +16,12 @@ from group_model import (
     shared_folder,
 )
 from thread_team import run_in_threads
-from torch_processes import scenario
 
 from mlstate import CompatibilityError
 from mlstate.collectives import Work
+
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 
 
 def check_reductions(group, dtype):

@@ -1,27 +1,29 @@
 """Start ranks that train, save, are killed, and resume; compare their results."""
 
+import functools
 import json
+import warnings
 from pathlib import Path
 
-from rank_jobs import run_ranks
+from mlstate import CollectiveError
+from mlstate.testing import run_ranks
 
-RANKS = Path(__file__).with_name("resume_ranks.py")
 SAVED, UNTIL = 3, 6  # steps
-LIMIT_SECONDS = 280
-KILL = json.dumps({"do": "kill"})
+LIMIT_SECONDS = 280.0
 
 
-def _start(world, jobs, folder, killed=False):
+def _start(world, jobs, is_killed=False):
     """Run jobs on `world` ranks; raise the error of a rank, if any."""
-    folder.mkdir(exist_ok=True)
-    store = folder / f"store-{len(list(folder.iterdir()))}"
-    texts = [json.dumps(job) for job in jobs] + [KILL] * killed
-    for rank, (outcomes, log) in enumerate(run_ranks(RANKS, world, texts, store, LIMIT_SECONDS)):
-        for text in texts[: len(jobs)]:
-            assert outcomes.get(text) == "ok", (
-                f"rank {rank} of {world}: {outcomes.get(text)}\n{log}"
-            )
-        assert log.startswith("exit -9" if killed else "exit 0"), log
+    import resume_ranks
+
+    function = functools.partial(resume_ranks.run_all, jobs=jobs, is_killed=is_killed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's wrappers warn about themselves
+            run_ranks(world, function, "gloo", timeout=LIMIT_SECONDS)
+    except CollectiveError as error:
+        if not (is_killed and "killed by SIGKILL" in str(error)):
+            raise
 
 
 def _name(kind, optimizer, world):
@@ -39,7 +41,7 @@ def train_and_kill(world, cases, *runs):
     for folder, *staging in (run if isinstance(run, tuple) else (run,) for run in runs):
         folder.mkdir(exist_ok=True)
         jobs += _jobs_that_save(world, cases, folder, {"staging": staging[0]} if staging else {})
-    _start(world, jobs, folder, killed=True)
+    _start(world, jobs, is_killed=True)
 
 
 def _jobs_that_save(world, cases, folder, options):
@@ -69,7 +71,7 @@ def resume(world, cases, *folders):
                  "folder": str(folder / _name(kind, optimizer, saved)),
                  "loaded": str(folder / f"{name}-loaded"), "out": str(folder / f"{name}-resumed")}
             )  # fmt: skip
-    _start(world, jobs, folder)
+    _start(world, jobs)
 
 
 def losses(folder, name, world):

@@ -1,13 +1,11 @@
 """One rank of the jobs of test_resume.py and benchmarks/resume_table.py.
 
-`python resume_ranks.py STORE RANK RANKS JOB...` runs jobs, each a JSON object, over gloo, and
-prints one line of JSON for each: the job and "ok" or the error. A job trains a small transformer:
+A job trains a small transformer:
 
     {"do": "train", "kind": "fsdp2", "optimizer": "adam", "until": 6, "out": PATH}
     {"do": "save",  ..., "until": 3, "folder": FOLDER}: trains, saves, stores the full state
     {"do": "save",  ..., "staging": BYTES}: trains on while the save is written
     {"do": "resume", ..., "folder": FOLDER}: loads into a new module, then trains on
-    {"do": "kill"}: kills its own process
 
 PATH.RANK.json receives the losses of each step, bit for bit; PATH.pt the full state, gathered by
 torch.
@@ -17,12 +15,9 @@ import json
 import math
 import os
 import signal
-import sys
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch_processes
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -161,10 +156,16 @@ class Run:
         assert all(math.isfinite(loss) for loss in self.losses)
 
 
-def run(job, group):
-    if job["do"] == "kill":
+def run_all(group, jobs, is_killed):
+    """Run jobs one after the other; then, if `is_killed`, kill this process."""
+    for job in jobs:
+        run(job, group)
+    if is_killed:
         group.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(job, group):
     training = Run(job, group)
     if job["do"] == "resume":
         training.load(job["folder"])
@@ -182,10 +183,3 @@ def run(job, group):
         training.train(job["until"] + 1)  # the save must not contain the later step
     if handle is not None:
         assert handle.wait().world_size == group.world_size
-
-
-if __name__ == "__main__":
-    torch_processes.SCENARIOS.update(
-        {text: partial(run, json.loads(text)) for text in sys.argv[4:]}
-    )
-    torch_processes.main()

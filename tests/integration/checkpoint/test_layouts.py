@@ -1,11 +1,12 @@
 """Files and folders as other trainers write them: model, optimizer, states, metadata."""
 
+import functools
 import json
 import warnings
 
+import gloo_ranks
 import numpy as np
 import pytest
-import rank_jobs
 from test_torch_checkpointing import dtensor
 from test_torch_entries import assert_same_run, trained
 
@@ -469,34 +470,25 @@ def test_folder_of_weights_has_no_training_entries(tmp_path):
 
 # ---- parts of tensors in safetensors ----
 
-PROGRAM = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-folder, store, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-state = {"w": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5).to(torch.bfloat16)}
-state |= {"c": torch.ones(2, 4), "n": torch.tensor(3)}
-cuts = {"w": Shard(0), "b": Shard(0), "c": Shard(1), "n": Replicate()}
-dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-mesh = init_device_mesh("cpu", (world,))
-state = {name: distribute_tensor(each, mesh, [cuts[name]]) for name, each in state.items()}
-dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
-dist.destroy_process_group()
-"""
+def write_parts(group, folder):
+    """Write a folder by torch, as one of its ranks."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    state = {"w": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5).to(torch.bfloat16)}
+    state |= {"c": torch.ones(2, 4), "n": torch.tensor(3)}
+    cuts = {"w": Shard(0), "b": Shard(0), "c": Shard(1), "n": Replicate()}
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    state = {name: distribute_tensor(each, mesh, [cuts[name]]) for name, each in state.items()}
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
 
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
     """A folder that two ranks of torch wrote."""
     path = tmp_path_factory.mktemp("divided")
-    (path / "program.py").write_text(PROGRAM, encoding="utf-8")
-    arguments = [(path / "c", path / "store", rank, 2) for rank in range(2)]
-    for status, _, err in rank_jobs.run(path / "program.py", arguments, 120):
-        assert status == 0, err
-    return path / "c"
+    gloo_ranks.run(2, functools.partial(write_parts, folder=path))
+    return path
 
 
 def test_parts_in_safetensors_are_joined(divided):

@@ -1,17 +1,24 @@
 """Folders of torch_checkpointing, by one or several ranks, are read; none of their code runs."""
 
+import functools
 import importlib.util
 import itertools
 import zipfile
 
+import gloo_ranks
 import numpy as np
 import pytest
-import rank_jobs
 
 torch = pytest.importorskip("torch", reason="it writes the files")
 import torch.distributed as dist  # noqa: E402
 from any_format import read_any, write_any  # noqa: E402
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: E402
+from torch.distributed.tensor import (  # noqa: E402
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 from torch.distributed.tensor._dtensor_spec import (  # noqa: E402
     DTensorSpec,
     ShardOrderEntry,
@@ -22,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.cli import main  # noqa: E402
+from mlstate.collectives import SingleGroup  # noqa: E402
 from mlstate.errors import CompatibilityError, FormatError  # noqa: E402
 from mlstate.integrations.torch._checkpoint.dtensor_shards import part_of  # noqa: E402
 
@@ -34,54 +42,43 @@ needs_library = pytest.mark.skipif(
     reason="torch_checkpointing is not installed",
 )
 
-# A rank of a job: it saves a model of DTensors whose rows or columns do not divide evenly.
-PROGRAM = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from torch_checkpointing import CheckpointManager
-from torch_checkpointing.config import SyncCheckpointSaverConfig
-from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-folder, store, rank, world = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(torch.bfloat16)
-optimizer = torch.optim.AdamW(model.parameters())
-model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
-optimizer.step()
-state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-states = {"model": state, "optimizer": optimizer.state_dict(), "step": 3}
-states["rng"] = torch.ones(2) * rank
-if rank == 0:
-    torch.save(states, folder + ".pt")
-if world > 1:
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
-    )
-    mesh = init_device_mesh("cpu", (world,))
-    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "1.bias": Replicate()}
-    for name, tensor in state.items():
-        state[name] = distribute_tensor(tensor, mesh, [cuts[name]])
-storage = LocalFileSystemStorageConfig(use_direct_io=False)
-config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
-manager = CheckpointManager(config)
-manager.save(folder, states)
-manager.close()
-if world > 1:
-    dist.destroy_process_group()
-"""
+def save_by_library(group, folder):
+    """Save a model of DTensors whose rows or columns do not divide evenly, as one of its ranks."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    states = {"model": state, "optimizer": optimizer.state_dict(), "step": 3}
+    states["rng"] = torch.ones(2) * group.rank
+    if group.rank == 0:
+        torch.save(states, f"{folder}.pt")
+    if group.world_size > 1:
+        mesh = init_device_mesh("cpu", (group.world_size,))
+        cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1)}
+        for name, tensor in state.items():
+            state[name] = distribute_tensor(tensor, mesh, [cuts.get(name, Replicate())])
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
+    manager = CheckpointManager(config)
+    manager.save(str(folder), states)
+    manager.close()
 
 
 @needs_library
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_folder_of_the_library_is_read(tmp_path, world):
-    program, folder = tmp_path / "program.py", tmp_path / "c"
-    program.write_text(PROGRAM, encoding="utf-8")
-    arguments = [(folder, tmp_path / "store", rank, world) for rank in range(world)]
-    for status, _, err in rank_jobs.run(program, arguments, 120):
-        assert status == 0, err
-    if world > 1:
+    folder = tmp_path / "c"
+    if world == 1:
+        save_by_library(SingleGroup(), folder)
+    else:
+        gloo_ranks.run(world, functools.partial(save_by_library, folder=folder))
         with pytest.raises(CompatibilityError, match=r"rng_0\.pt and .* different values"):
             mlstate.load(folder)
     assert main(["convert", str(folder), str(tmp_path / "own"), "--skip", "rng"]) == 0

@@ -1,10 +1,7 @@
 """Named states of torch: models, optimizers, schedulers, generators; strict, cast, device."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-import rank_jobs
 from averaged_model import Ema
 
 torch = pytest.importorskip("torch")
@@ -13,10 +10,6 @@ import mlstate  # noqa: E402
 from mlstate import CompatibilityError  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
-
-RANKS = Path(__file__).with_name("states_ranks.py")
-WANTED = {2: rank_jobs.scenarios(RANKS)}
-outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, WANTED, limit_seconds=150)
 
 
 class Run:

@@ -1,17 +1,17 @@
 """The training example: its losses have the same bits with every method and engine."""
 
-import json
+import functools
+import sys
 from pathlib import Path
 
+import child
+import gloo_ranks
 import mpi_jobs
 import pytest
-import rank_jobs
+import train_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
 
-rank_jobs.skip_without_gloo()
-
-JOB = Path(__file__).with_name("train_ranks.py")
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_sharded.py"
 STEPS = {2: 24, 4: 16}
 
@@ -21,19 +21,21 @@ if not EXAMPLE.exists():
 
 def run(program, *arguments):
     """Run a program with the package under test; return its output."""
-    ((status, out, err),) = rank_jobs.run(program, [arguments], 290)
-    assert status == 0, out[-1000:] + err[-3000:]
-    return out
+    done = child.finished([sys.executable, program, *arguments], timeout=290, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(tmp_path_factory):
     """The results of a job, by number of ranks."""
     curves = {}
 
     def of(world):
         if world not in curves:
-            curves[world] = json.loads(run(JOB, world, STEPS[world]))
+            folder = tmp_path_factory.mktemp("trained")
+            job = functools.partial(train_ranks.every_method, steps=STEPS[world], folder=folder)
+            curves[world] = gloo_ranks.run(world, job, timeout=280)[0]
         return curves[world]
 
     return of

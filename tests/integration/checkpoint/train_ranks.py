@@ -1,23 +1,15 @@
-"""The ranks of test_train_sharded.py: the example's training with every method, in one job.
-
-Prints one line of JSON: the output of each method, and the number of gradients with other bits.
-"""
+"""The ranks of test_train_sharded.py: the example's training with every method, in one job."""
 
 import contextlib
 import io
-import json
-import sys
-import tempfile
-import warnings
 from argparse import Namespace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from killed_jobs import module_of
 
 from mlstate.collectives import LocalGroup
-from mlstate.integrations.torch import TorchGroup, reduce_scatter_with
+from mlstate.integrations.torch import reduce_scatter_with
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_sharded.py"
 RUNS = [  # method, engine, layout
@@ -87,12 +79,10 @@ def differing(gradients, ranks):
 
 
 def every_method(group, steps, folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # FSDP2 warns about itself
+    """Return the output of each method, and the numbers of gradients with other bits."""
     module = module_of(EXAMPLE)
-    store = dist.FileStore(f"{folder}/store", group.world_size)
-    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
-    engines = {"local": group, "gloo": TorchGroup(dist.new_group())}
+    local = LocalGroup.join(str(folder), group.rank, group.world_size)
+    engines = {"local": local, "gloo": group}
     printed = {}
 
     def run(title, method, engine, layout, until, checkpoint=None):
@@ -108,17 +98,8 @@ def every_method(group, steps, folder):
         run("resumed", "mlstate", "local", layout, until, f"{folder}/checkpoint")
     ranks = gradients_of_ranks(module, group.world_size)
     counts = {
-        "ours": differing(first_gradients(module, group, group), ranks),
-        "gloo": differing(first_gradients(module, group, None), ranks),
+        "ours": differing(first_gradients(module, local, local), ranks),
+        "gloo": differing(first_gradients(module, local, None), ranks),
     }
-    group.barrier()
-    engines["gloo"].close()
-    dist.destroy_process_group()
+    local.close()
     return {"printed": printed, "differing": counts}
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        world, steps = int(sys.argv[1]), int(sys.argv[2])
-        found = LocalGroup.run(every_method, world, steps, scratch, timeout=280)
-        print(json.dumps(found[0]))

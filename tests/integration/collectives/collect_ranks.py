@@ -1,7 +1,4 @@
-"""The ranks of test_collect_engines.py: states gathered and distributed.
-
-`mpiexec -n RANKS python collect_ranks.py` prints one line for each rank: its number and "ok".
-"""
+"""The ranks of test_collect_engines.py: states gathered and distributed."""
 
 import numpy as np
 from group_model import raises
@@ -43,14 +40,3 @@ def collect(group):
     differences_are_reported_on_every_rank(collector)
     collector.gather_full_state({"w": np.ones(3)})  # the group stays usable
     return f"{group.rank} ok"
-
-
-def main():
-    from mlstate.integrations.mpi import MPIGroup
-
-    with MPIGroup(timeout=30) as group:
-        print(collect(group), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,19 @@
-"""The ranks of test_mpi.py, started by mpiexec.
+"""The ranks of test_mpi.py.
 
-`python mpi_ranks.py SCENARIO...` runs the scenarios. Each rank prints one line of JSON for each
-scenario: its name, the rank, and "ok" or the error. Scenarios for every kind of group are in
-group_scenarios.py and hook_ranks.py, those for MPI alone are here.
+Scenarios for every kind of group are in group_scenarios.py and hook_ranks.py, those for MPI alone
+are here.
 """
 
+import contextlib
 import importlib
-import json
 import os
-import sys
 import time
 import traceback
-import warnings
 
-import mpi4py
 import numpy as np
-from traced_memory import traced
-
-if os.environ.get("MLSTATE_TEST_MPI_LEVEL"):
-    mpi4py.rc.thread_level = os.environ["MLSTATE_TEST_MPI_LEVEL"]
-
-from group_model import as_tensor, inputs, raises, reduced, same_bits
+from group_model import Scenarios, as_tensor, inputs, raises, reduced, same_bits
 from mpi4py import MPI
+from traced_memory import traced
 
 from mlstate import CollectiveError
 from mlstate.collectives import ProcessGroup, Work
@@ -48,12 +40,8 @@ HOOKS = [
     "hooks_of_a_model_scatter_sums_in_the_order_of_ranks",
     "a_wrong_gradient_is_named_on_every_rank",
 ]
-OWN = {}
-
-
-def scenario(function):
-    OWN[function.__name__] = function
-    return function
+OWN = Scenarios()
+scenario = OWN.add
 
 
 @scenario
@@ -355,24 +343,6 @@ def with_fewer_threads_operations_are_done_at_once(group):
     await_the_end(group)
 
 
-@scenario
-def a_killed_rank_takes_the_job_down(group):
-    import signal
-
-    group.barrier()
-    if group.rank == group.world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    for _ in range(3):
-        group.all_reduce(np.zeros(9), timeout=200)
-
-
-@scenario
-def an_uncaught_error_under_mpi4py_ends_the_job(group):
-    if group.rank == 0:
-        group.barrier(timeout=0.3)  # raises, which `python -m mpi4py` turns into an abort
-    MPI.COMM_WORLD.Recv(np.zeros(1), source=0)  # for ever
-
-
 def function_of(name):
     """The function of a scenario."""
     if name in OWN:
@@ -381,31 +351,17 @@ def function_of(name):
     return getattr(module, name)
 
 
-def report(line):
-    """One write a line, because mpiexec interleaves the output of ranks."""
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def main():
-    warnings.simplefilter("error")
-    world_group = MPIGroup(timeout=100)
-    for name in sys.argv[1:]:
+def outcomes(world_group, names):
+    """Run scenarios as one rank; return "ok" or the error of each. A failure has its own group."""
+    done = {}
+    for name in names:
         group = world_group if name in WORKING else MPIGroup(timeout=100)
         try:
             function_of(name)(group)
-            outcome = "ok"
-        except SystemExit:
-            raise
-        except BaseException:
-            if "uncaught" in name:
-                raise
-            outcome = traceback.format_exc()
-        report([name, group.rank, outcome])
+            done[name] = "ok"
+        except Exception:
+            done[name] = traceback.format_exc()
         if group is not world_group:
-            group.close()
-    world_group.close()
-
-
-if __name__ == "__main__":
-    main()
+            with contextlib.suppress(MPI.Exception):  # MPICH keeps one with unmatched messages
+                group.close()
+    return done

@@ -1,26 +1,21 @@
 """States of ranks connected by MPI or shared memory; torch.distributed has other tests."""
 
-from pathlib import Path
-
 import collect_ranks
+import mpi_jobs
 import pytest
-from thread_team import run_in_threads
 
 from mlstate.collectives import LocalGroup
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
-RANKS = Path(__file__).with_name("collect_ranks.py")
 EXPECTED = ["0 ok", "1 ok", "2 ok"]
 
 
 @pytest.mark.parametrize("engine", ["mpich", "openmpi"])
-def test_states_are_collected_over_mpi(engine):
-    mpi_jobs = pytest.importorskip("mpi_jobs", reason="starts jobs of MPI")
-    mpi_jobs.skip_if_missing(engine)
-    status, out, err = mpi_jobs.run(engine, 3, str(RANKS))
-    assert sorted(out.splitlines()) == EXPECTED, f"exit {status}\n{out}\n{err}"
-    assert status == 0, err
+def test_states_are_collected_over_mpi(engine, monkeypatch):
+    mpi_jobs.put_in_path(monkeypatch, engine)
+    assert run_ranks(3, collect_ranks.collect, "mpi") == EXPECTED
 
 
 def test_states_are_collected_over_shared_memory():
@@ -29,10 +24,4 @@ def test_states_are_collected_over_shared_memory():
 
 
 def test_states_of_threads_are_collected():
-    groups = LocalGroup.threads(3, timeout=30)
-
-    def work(rank):
-        with groups[rank]:
-            return collect_ranks.collect(groups[rank])
-
-    assert run_in_threads(work, 3) == EXPECTED
+    assert run_ranks(3, collect_ranks.collect) == EXPECTED

@@ -1,16 +1,23 @@
 """Groups of MPI: jobs of two to four ranks, with MPICH and with Open MPI."""
 
 import ast
-import json
+import functools
+import os
+import signal
 import time
 from pathlib import Path
 
 import mpi_jobs
+import numpy as np
 import pytest
+
+from mlstate import CollectiveError
+from mlstate.testing import run_ranks
 
 pytest.importorskip("torch", reason="ranks exchange tensors, too")
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
+SECONDS = 300.0  # of a job
 LIMIT = 400  # seconds; jobs take a few, and many times that while others use the cores
 RANKS = Path(__file__).with_name("mpi_ranks.py")
 LISTS = ("SHARED", "HOOKS")
@@ -42,25 +49,27 @@ def engine(request):
     return request.param
 
 
-def run(engine, ranks, names, **variables):
-    """Run scenarios in one job; return the outcomes by name and rank, and the output."""
-    status, out, err = mpi_jobs.run(engine, ranks, str(RANKS), *names, **variables)
-    outcomes = {}
-    for line in out.splitlines():
-        if line.startswith("["):
-            name, rank, outcome = json.loads(line)
-            outcomes[name, rank] = outcome
-    return outcomes, f"exit {status}\n{out[-1000:]}\n{err[-3000:]}"
+def outcomes(group, names):
+    """Run scenarios as one rank; return "ok" or the error of each."""
+    import mpi_ranks  # needs mpi4py, which is in the folder of an MPI
+
+    return mpi_ranks.outcomes(group, names)
 
 
-def check(outcomes, log, names, ranks):
+def run(monkeypatch, engine, ranks, names):
+    """Run scenarios in one job; return the outcomes by name of each rank."""
+    mpi_jobs.put_in_path(monkeypatch, engine)
+    return run_ranks(ranks, functools.partial(outcomes, names=names), "mpi", timeout=SECONDS)
+
+
+def check(ranks, names):
     wrong = [
-        f"{name}, rank {rank}: {outcomes.get((name, rank))}"
+        f"{name}, rank {rank}: {done[name]}"
         for name in names
-        for rank in range(ranks)
-        if outcomes.get((name, rank)) != "ok"
+        for rank, done in enumerate(ranks)
+        if done[name] != "ok"
     ]
-    assert not wrong, "\n".join([*wrong, log])
+    assert not wrong, "\n".join(wrong)
 
 
 # MPI ranks wait busily, so three of them on two cores are slow: only one engine runs them.
@@ -70,60 +79,69 @@ JOBS = list(zip(mpi_jobs.ENGINES, ("3", "2"), strict=True))
 
 @pytest.fixture(scope="module", params=JOBS, ids="-".join)
 def worked(request):
-    """One job for all scenarios: each failure has its own group."""
-    name, ranks = request.param[0], int(request.param[1])
-    mpi_jobs.skip_if_missing(name)
-    return run(name, ranks, WORKING + FAILURES), ranks
+    """One job for all scenarios."""
+    engine, ranks = request.param
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return run(monkeypatch, engine, int(ranks), WORKING + FAILURES)
 
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("name", WORKING)
 def test_ranks_agree(worked, name):
-    (outcomes, log), ranks = worked
-    check(outcomes, log, [name], ranks)
+    check(worked, [name])
 
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_an_error_on_every_rank(worked, name):
-    (outcomes, log), ranks = worked
-    check(outcomes, log, [name], ranks)
-
-
-def test_jobs_end_well(worked):
-    (_, log), _ = worked
-    assert log.startswith("exit 0\n"), log
+    check(worked, [name])
 
 
 @pytest.mark.timeout(LIMIT)
-def test_more_ranks_than_cores_agree(engine):
-    outcomes, log = run(engine, 4, PLAIN)
-    check(outcomes, log, PLAIN, 4)
-    assert log.startswith("exit 0\n"), log
+def test_more_ranks_than_cores_agree(engine, monkeypatch):
+    check(run(monkeypatch, engine, 4, PLAIN), PLAIN)
 
 
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
-def test_async_needs_an_mpi_for_threads(engine, level):
+def test_async_needs_an_mpi_for_threads(engine, level, monkeypatch):
+    monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", level)
     names = ["with_fewer_threads_operations_are_done_at_once"]
-    outcomes, log = run(engine, 2, names, MLSTATE_TEST_MPI_LEVEL=level)
-    check(outcomes, log, names, 2)
+    check(run(monkeypatch, engine, 2, names), names)
+
+
+def be_killed(group):
+    group.barrier()
+    if group.rank == group.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        group.all_reduce(np.zeros(9), timeout=200)
 
 
 @pytest.mark.timeout(LIMIT)
-def test_a_killed_rank_takes_the_job_down(engine):
+def test_a_killed_rank_takes_the_job_down(engine, monkeypatch):
     began = time.monotonic()
-    status, out, err = mpi_jobs.run(engine, 2, str(RANKS), "a_killed_rank_takes_the_job_down")
-    assert status != 0, out + err
-    assert "not done after" not in err
-    assert '"ok"' not in out
+    mpi_jobs.put_in_path(monkeypatch, engine)
+    with pytest.raises(CollectiveError, match="ended with exit status") as caught:
+        run_ranks(2, be_killed, "mpi", timeout=SECONDS)
+    assert caught.value.rank == 1
     assert time.monotonic() - began < LIMIT / 4
+
+
+UNCAUGHT = """
+import numpy as np
+from mpi4py import MPI
+from mlstate.integrations.mpi import MPIGroup
+group = MPIGroup()
+if group.rank == 0:
+    group.barrier(timeout=0.3)  # raises, which `python -m mpi4py` turns into an abort
+MPI.COMM_WORLD.Recv(np.zeros(1), source=0)  # for ever
+"""
 
 
 @pytest.mark.timeout(LIMIT)
 def test_an_uncaught_error_under_mpi4py_ends_the_job(engine):
-    name = "an_uncaught_error_under_mpi4py_ends_the_job"
-    status, _, err = mpi_jobs.run(engine, 2, "-m", "mpi4py", str(RANKS), name)
+    status, _, err = mpi_jobs.run(engine, 2, "-m", "mpi4py", "-c", UNCAUGHT)
     assert status != 0
     assert "barrier on rank 0: not done after 0.3 s" in err
     assert f"not done after {mpi_jobs.LIMIT_SECONDS} s" not in err

@@ -1,10 +1,7 @@
-"""Modules publish and follow: alone, and two and four processes over gloo."""
-
-from pathlib import Path
+"""Modules publish and follow on one rank."""
 
 import numpy as np
 import pytest
-import rank_jobs
 import torch
 from traced_memory import traced
 
@@ -12,11 +9,6 @@ from mlstate.errors import CheckpointWarning, CompatibilityError
 from mlstate.follow import Follower, Publisher
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
-
-RANKS = Path(__file__).with_name("follow_ranks.py")
-NAMES = rank_jobs.scenarios(RANKS)
-FOUR = NAMES[-1:]
-outcomes, test_ranks_agree = rank_jobs.agreement(RANKS, {2: NAMES[:-1], 4: FOUR}, limit_seconds=150)
 
 
 def network(seed, dtype):

@@ -9,15 +9,17 @@ import weakref
 
 import summed_gradients
 import torch
-from group_model import raises
+from group_model import Scenarios, raises
 from summed_gradients import SEEDED, layers, rows_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch_processes import main, scenario
 
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm, sharding_units
+
+SCENARIOS = Scenarios()
+scenario = SCENARIOS.add
 
 FAULTS = (CollectiveError, "backward pass on rank")
 
@@ -816,7 +818,3 @@ def only_processes_compiled_modules(group):
     with hook:
         square_of(compiled, group.rank).backward()
     same({name.removeprefix("_orig_mod."): unit for name, unit in units.items()}, sums)
-
-
-if __name__ == "__main__":
-    main()

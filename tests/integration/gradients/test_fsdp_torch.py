@@ -1,52 +1,38 @@
 """Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
-import importlib
 import warnings
-from pathlib import Path
 
+import gloo_ranks
 import numpy as np
 import pytest
-import rank_jobs
-from thread_team import thread_outcomes
+from fsdp_torch_ranks import SCENARIOS
 
 from mlstate import CollectiveError, _core
 from mlstate.collectives import LocalGroup, SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
+from mlstate.testing import run_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
 torch = pytest.importorskip("torch", reason="its models are what has gradients here")
 
-RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
-NAMES = rank_jobs.scenarios(RANKS)
-WANTED = {2: NAMES, 3: [name for name in NAMES if "compiled" not in name]}
-outcomes, test_ranks_that_are_processes = rank_jobs.agreement(RANKS, WANTED, limit_seconds=220)
-
-SECONDS = 60
-
-
-def in_threads(function, world):
-    """Run a scenario in threads, the ranks of a LocalGroup; raise the error of a rank."""
-    groups = LocalGroup.threads(world, timeout=SECONDS)
-
-    def work(rank):
-        try:
-            function(groups[rank])
-        except BaseException:
-            groups[rank].abort()  # the others need not wait
-            raise
-
-    errors = [error for error in thread_outcomes(work, world, seconds=220) if error is not None]
-    for group in groups:
-        group.close()
-    for error in errors:
-        raise next((e for e in errors if isinstance(e, AssertionError)), error)
+PROCESSES = [
+    pytest.param(world, name, marks=[pytest.mark.long] * (world > 2))
+    for world in (2, 3)
+    for name in SCENARIOS
+    if world == 2 or "compiled" not in name
+]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("only")])
+@pytest.mark.parametrize(("world", "name"), PROCESSES)
+def test_ranks_that_are_processes(world, name):
+    gloo_ranks.run(world, SCENARIOS[name])
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if not name.startswith("only")])
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_are_threads(world, name):
-    in_threads(getattr(importlib.import_module(RANKS.stem), name), world)
+    run_ranks(world, SCENARIOS[name], timeout=60)
 
 
 # ---- tensors that the core reads directly ----

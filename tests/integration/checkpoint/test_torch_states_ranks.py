@@ -1,29 +1,22 @@
-"""The ranks of test_torch_states.py."""
+"""Named states of sharded modules and optimizers: two processes over gloo."""
 
-import sys
-from pathlib import Path
-
+import gloo_ranks
 import numpy as np
+import pytest
 import torch
 from averaged_model import Ema
 from block_codes import Codes, codes
 from group_model import raises
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Placed
-from torch_processes import main, scenario
 
 import mlstate
 from mlstate import CompatibilityError
 from mlstate.checkpoint._states.containers import equal_values
 
-FOLDER = Path(sys.argv[1]).parent
-
-
-def path(name):
-    return FOLDER / name
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
 
 def sharded(seed):
@@ -44,8 +37,8 @@ def equal(a, b):
     return torch.equal(a.full_tensor(), b.full_tensor())
 
 
-@scenario
-def sharded_models_optimizers_and_averages_are_states(group):
+@gloo_ranks.run_on(2)
+def test_sharded_models_optimizers_and_averages_are_states(group, tmp_path):
     model, optimizer = trained(0, group)
     critic, critic_opt = trained(1, group)
     ema = Ema(model)
@@ -58,7 +51,7 @@ def sharded_models_optimizers_and_averages_are_states(group):
         "ema": ema,
         "rng": {"numpy": rng, "torch": torch.random},
     }
-    mlstate.save(path("c"), model, optimizer, states=states, group=group)
+    mlstate.save(tmp_path / "c", model, optimizer, states=states, group=group)
     expected = rng.random(), torch.rand(3)
 
     other, other_opt = trained(2, group)
@@ -66,7 +59,7 @@ def sharded_models_optimizers_and_averages_are_states(group):
     ema2, rng2 = Ema(other), np.random.default_rng(9)
     torch.manual_seed(5)
     mlstate.load(
-        path("c"),
+        tmp_path / "c",
         into={
             "model": other,
             "optimizer": other_opt,
@@ -86,22 +79,22 @@ def sharded_models_optimizers_and_averages_are_states(group):
         assert equal(critic_opt.state[a]["exp_avg"], critic2_opt.state[b]["exp_avg"])
     assert ema2.count == 7
     assert all(map(equal, ema.shadow.values(), ema2.shadow.values()))
-    shadow = mlstate.load(path("c")).states["ema"]["shadow"]
+    shadow = mlstate.load(tmp_path / "c").states["ema"]["shadow"]
     full = {name: value.full_tensor().numpy() for name, value in ema.shadow.items()}
     assert all(np.array_equal(shadow[name], full[name]) for name in full)
 
 
-@scenario
-def a_background_save_has_the_states_of_all_ranks(group):
+@gloo_ranks.run_on(2)
+def test_a_background_save_has_the_states_of_all_ranks(group, tmp_path):
     model, optimizer = trained(0, group)
     loader = {"rank": group.rank, "seen": np.arange(group.rank + 3)}
     handle = mlstate.checkpoint.save_async(
-        path("d"), model, optimizer, states={"loader": loader, "ema": Ema(model)}, group=group
+        tmp_path / "d", model, optimizer, states={"loader": loader, "ema": Ema(model)}, group=group
     )
     handle.staged()
     loader["rank"] = -1
     handle.wait()
-    states = mlstate.load(path("d"), group=group).states
+    states = mlstate.load(tmp_path / "d", group=group).states
     assert states["loader"]["rank"] == group.rank
     assert len(states["loader"]["seen"]) == group.rank + 3
     assert states["ema"]["count"] == 0
@@ -130,16 +123,16 @@ def step_all(module, optimizer):
     optimizer.step()
 
 
-@scenario
-def groups_of_ranks_with_other_parameters_are_all_stored(group):
+@gloo_ranks.run_on(2)
+def test_groups_of_ranks_with_other_parameters_are_all_stored(group, tmp_path):
     number = group.rank
     module = stage(number, 0)
     optimizer = two_groups(module, number, 0.5)
     if number:
         optimizer.state[module["stage1"].bias]["nested"] = [None, "x"]
     step_all(module, optimizer)
-    mlstate.save(path("e"), module, optimizer, group=group)
-    saved = mlstate.load(path("e")).optimizer.param_groups
+    mlstate.save(tmp_path / "e", module, optimizer, group=group)
+    saved = mlstate.load(tmp_path / "e").optimizer.param_groups
     assert sorted(name for each in saved for name in each["params"]) == [
         *("shared.bias", "shared.weight"),
         *("stage0.bias", "stage0.weight", "stage1.bias", "stage1.weight"),
@@ -147,7 +140,8 @@ def groups_of_ranks_with_other_parameters_are_all_stored(group):
     fresh = stage(number, 1)
     other = two_groups(fresh, number, 7.0)
     names = [f"stage{number}.*", "shared.*"]
-    mlstate.load(path("e"), into={"model": fresh, "optimizer": other}, names=names, group=group)
+    into = {"model": fresh, "optimizer": other}
+    mlstate.load(tmp_path / "e", into=into, names=names, group=group)
     assert [each["lr"] for each in other.param_groups] == [0.5, 0.5 + number]
     assert other.param_groups[1]["odd"] == {number}
     state, original = other.state[fresh[f"stage{number}"].bias], optimizer.state
@@ -161,13 +155,15 @@ def groups_of_ranks_with_other_parameters_are_all_stored(group):
         ValueError,
         "the group of 'shared.weight' has 'lr' = 0.25 on rank 0, and 1.25 on rank 1",
         mlstate.save,
-        *(path("f"), module, optimizer),
+        *(tmp_path / "f", module, optimizer),
         group=group,
     )
 
 
-@scenario
-def zero_optimizer_is_stored_by_its_methods(group):
+@gloo_ranks.run_on(2)
+def test_zero_optimizer_is_stored_by_its_methods(group, tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
+
     torch.manual_seed(0)
     module, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, lr=0.1)
@@ -175,12 +171,12 @@ def zero_optimizer_is_stored_by_its_methods(group):
     optimizer.consolidate_state_dict(to=0)
     error = TypeError if group.rank else mlstate.errors.CollectiveError
     text = "has not been consolidated"
-    raises(error, text, mlstate.save, path("g"), module, optimizer, group=group)
+    raises(error, text, mlstate.save, tmp_path / "g", module, optimizer, group=group)
     consolidated = optimizer.state_dict() if group.rank == 0 else None
-    mlstate.save(path("g"), module, states={"zero": consolidated}, group=group)
-    mlstate.load(path("g"), into={"model": fresh}, group=group)
+    mlstate.save(tmp_path / "g", module, states={"zero": consolidated}, group=group)
+    mlstate.load(tmp_path / "g", into={"model": fresh}, group=group)
     other = ZeroRedundancyOptimizer(fresh.parameters(), torch.optim.Adam, lr=0.5)
-    state = mlstate.load(path("g"), rank=0, world_size=2, device="cpu").states["zero"]
+    state = mlstate.load(tmp_path / "g", rank=0, world_size=2, device="cpu").states["zero"]
     other.load_state_dict(state)
     step_all(module, optimizer)
     step_all(fresh, other)
@@ -188,18 +184,18 @@ def zero_optimizer_is_stored_by_its_methods(group):
     assert other.param_groups[0]["lr"] == 0.1
 
 
-@scenario
-def sharded_parameters_keep_nested_states_and_values(group):
+@gloo_ranks.run_on(2)
+def test_sharded_parameters_keep_nested_states_and_values(group, tmp_path):
     model, optimizer = trained(0, group)
     weights = [p for p in model.parameters() if p.dim() == 2]
     optimizer.state[weights[1]]["history"] = [torch.ones(2), None, {"a": (1, 2)}]
     optimizer.state[weights[0]]["left"] = torch.full((7,), 2.0)
     optimizer.param_groups[0].update(rule={1: (2, 3)}, lr=torch.tensor(0.125))
-    mlstate.save(path("h"), model, optimizer, group=group)
+    mlstate.save(tmp_path / "h", model, optimizer, group=group)
     other = sharded(3)
     split = [{"params": [p]} for p in reversed(list(other.parameters()))]
     other_opt = torch.optim.AdamW(split, lr=9.0)
-    mlstate.load(path("h"), into={"model": other, "optimizer": other_opt}, group=group)
+    mlstate.load(tmp_path / "h", into={"model": other, "optimizer": other_opt}, group=group)
     for each in other_opt.param_groups:
         assert torch.equal(each["lr"], torch.tensor(0.125)) and each["rule"] == {1: (2, 3)}
     weights = [p for p in other.parameters() if p.dim() == 2]
@@ -236,16 +232,16 @@ def with_codes(seed, group):
     return module, optimizer
 
 
-@scenario
-def block_scaled_states_are_loaded_by_as_many_ranks(group):
+@gloo_ranks.run_on(2)
+def test_block_scaled_states_are_loaded_by_as_many_ranks(group, tmp_path):
     module, optimizer = with_codes(0, group)
-    mlstate.save(path("codes"), module, optimizer, group=group)
+    mlstate.save(tmp_path / "codes", module, optimizer, group=group)
     fresh = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     trained_too = with_codes(5, group)
     for target in ((module, fresh), trained_too):
         into = dict(zip(["model", "optimizer"], target, strict=True))
         with torch.serialization.safe_globals([Codes]):
-            mlstate.load(path("codes"), into=into, group=group)
+            mlstate.load(tmp_path / "codes", into=into, group=group)
         pairs = zip(module.parameters(), target[0].parameters(), strict=True)
         for source, parameter in pairs:
             expected, state = optimizer.state[source], target[1].state[parameter]
@@ -255,21 +251,21 @@ def block_scaled_states_are_loaded_by_as_many_ranks(group):
         assert codes_of.placements == module.weight.placements
         assert equal_values(codes_of._local_tensor, codes(group.rank))
     text = "['codes'] is spread over 2 ranks, and 1 save: pass group="
-    alone, states = path(f"alone {group.rank}"), {"optimizer": optimizer}
+    alone, states = tmp_path / f"alone {group.rank}", {"optimizer": optimizer}
     raises(ValueError, text, mlstate.save, alone, states=states)
     module = torch.nn.Linear(8, 8)
     into = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     text = "differs between the 2 ranks that saved it"
-    raises(CompatibilityError, text, mlstate.load, path("codes"), into=into)
+    raises(CompatibilityError, text, mlstate.load, tmp_path / "codes", into=into)
     narrow = fully_shard(torch.nn.Linear(8, 6), mesh=init_device_mesh("cpu", (2,)))
     into = {"optimizer": torch.optim.SGD(narrow.parameters(), lr=0.1)}
     text = "is a part of shape (4, 8), and this rank's part of the parameter has shape (3, 8)"
     with torch.serialization.safe_globals([Codes]):
-        raises(CompatibilityError, text, mlstate.load, path("codes"), into=into, group=group)
+        raises(CompatibilityError, text, mlstate.load, tmp_path / "codes", into=into, group=group)
 
 
-@scenario
-def sharded_tensors_in_containers_keep_their_layouts(group):
+@gloo_ranks.run_on(2)
+def test_sharded_tensors_in_containers_keep_their_layouts(group, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
 
     def tensor(start, placement=None, shape=(4, 2)):
@@ -281,9 +277,9 @@ def sharded_tensors_in_containers_keep_their_layouts(group):
         items.append(("average", Average(tensor(start + 200, Placed(1)))))
         return dict(items[:: 1 if group.rank else -1])
 
-    mlstate.save(path("i"), states={"x": state(0), "n": [group.rank]}, group=group)
+    mlstate.save(tmp_path / "i", states={"x": state(0), "n": [group.rank]}, group=group)
     target = state(50)
-    mlstate.load(path("i"), into={"states": {"x": target}}, group=group)
+    mlstate.load(tmp_path / "i", into={"states": {"x": target}}, group=group)
     expected = state(0)
     for key in (1, "1"):
         assert equal(target[key], expected[key])
@@ -295,19 +291,15 @@ def sharded_tensors_in_containers_keep_their_layouts(group):
         "average": Average(None),
     }
     undivided["average"].tensor = undivided[1] + 200
-    mlstate.save(path("j"), states={"x": undivided, "n": [group.rank]}, group=group)
+    mlstate.save(tmp_path / "j", states={"x": undivided, "n": [group.rank]}, group=group)
     target = state(50)
-    mlstate.load(path("j"), into={"states": {"x": target}}, group=group)
+    mlstate.load(tmp_path / "j", into={"states": {"x": target}}, group=group)
     assert equal(target[1], expected[1])
     assert equal(target["average"].tensor, expected["average"].tensor)
     raises(
         CompatibilityError,
         "'x/1': the checkpoint has shape (4, 2), the target (2, 4)",
-        *(mlstate.load, path("i")),
+        *(mlstate.load, tmp_path / "i"),
         into={"states": {"x": state(50, shape=(2, 4))}},
         group=group,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,7 @@
-"""The ranks of test_follow_torch.py: modules of FSDP2, tensor parallelism and DDP publish."""
+"""Modules of FSDP2, tensor parallelism and DDP publish: two and four processes over gloo."""
 
+import gloo_ranks
+import pytest
 import torch
 from group_model import shared_folder
 from sharded_models import model, sharded, trained
@@ -8,11 +10,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch_processes import main, scenario
 
 import mlstate
 from mlstate.checkpoint import Layout
 from mlstate.follow import Follower, Publisher
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
 
 def whole(module):
@@ -44,29 +47,29 @@ def follow_steps(group, module, copy, steps=3):
     group.barrier()
 
 
-@scenario
-def fsdp2_is_followed_by_an_ordinary_module(group):
+@gloo_ranks.run_on(2)
+def test_fsdp2_is_followed_by_an_ordinary_module(group):
     follow_steps(group, sharded(model()), model(seed=9))
 
 
-@scenario
-def fsdp2_in_bfloat16_is_followed(group):
+@gloo_ranks.run_on(2)
+def test_fsdp2_in_bfloat16_is_followed(group):
     follow_steps(group, sharded(model(torch.bfloat16)), model(torch.bfloat16, seed=9))
 
 
-@scenario
-def fsdp2_is_followed_by_fsdp2(group):
+@gloo_ranks.run_on(2)
+def test_fsdp2_is_followed_by_fsdp2(group):
     follow_steps(group, sharded(model()), sharded(model(seed=5)))
 
 
-@scenario
-def ddp_is_followed_by_a_module(group):
+@gloo_ranks.run_on(2)
+def test_ddp_is_followed_by_a_module(group):
     module = DistributedDataParallel(model())
     follow_steps(group, module, model(seed=9))
 
 
-@scenario
-def fsdp2_and_tensor_parallel_ranks_are_followed_by_other_ranks(group):
+@gloo_ranks.run_on(4)
+def test_fsdp2_and_tensor_parallel_ranks_are_followed_by_other_ranks(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     module = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 6))
     torch.manual_seed(3)
@@ -109,7 +112,3 @@ def fsdp2_and_tensor_parallel_ranks_are_followed_by_other_ranks(group):
                 local = parameter.to_local()
                 if local.numel():
                     local.view(-1)[step % local.numel()] += 1
-
-
-if __name__ == "__main__":
-    main(default=True)
