@@ -298,7 +298,7 @@ def find_error(operation: str, ranks: list[RankProcess], timeout: float | None) 
     """Return the error for the caller of `operation`, if a rank has no result.
 
     It is the error of the rank that failed first, with notes about other ranks that failed for
-    reasons of their own or were at work still; if none failed, it is about the ranks that were not
+    another reason or were at work still; if none failed, it is about the ranks that were not
     done after `timeout` seconds.
     """
     late = [rank.rank for rank in ranks if not rank.done]
@@ -310,7 +310,7 @@ def find_error(operation: str, ranks: list[RankProcess], timeout: float | None) 
     first, *others = sorted(ended, key=RankProcess.failure_order)
     error = first.error(operation)
     for other in others:
-        if other.failure_order()[0] < 2:  # it is no consequence of the first
+        if other.failure_order()[0] < 2:  # otherwise the first one caused it
             text = other.message[2] if other.message else _describe_exit(other.process)
             error.add_note(f"in rank {other.rank}:\n{text}")
     if late:

@@ -1,4 +1,4 @@
-"""A function that other processes call: its reference, and the call with its warnings."""
+"""A function that other processes call: its reference, the call, and the answers of the ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 import importlib.util
 import pickle
 import sys
+import time
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..collectives._local_launch import message_of
+from ..collectives._local_launch import GRACE_SECONDS, collect_messages, find_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-    from ..collectives._local_launch import Message, RankProcess
+    from ..collectives._local_launch import RankProcess
 
     # message, category, file name, line of a warning
     CaughtWarning = tuple[Warning | str, type[Warning], str, int]
@@ -61,37 +62,42 @@ class FunctionReference(NamedTuple):
         return pickle.loads(self.pickled)  # type: ignore[no-any-return]
 
 
-def call_as_rank(function: FunctionReference, group: Any) -> tuple[Message, list[CaughtWarning]]:
-    """Call a function with the group of this rank; return the message and the warnings."""
+class Answer(NamedTuple):
+    """The result of a function on a rank, its warnings, and whether the group can still be used."""
+
+    result: Any
+    warnings: list[CaughtWarning]
+    is_intact: bool
+
+
+def answer_of(function: FunctionReference, group: Any) -> Answer:
+    """Call a function with the group of this rank; warnings of the imports are ignored."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        message = message_of(lambda: _call(function.load(), group))
-    return message, [(w.message, w.category, w.filename, w.lineno) for w in caught]
+        loaded = function.load()
+        warnings.simplefilter("default")
+        result = loaded(group)
+    is_intact = group._ended in ("", "closed")
+    issued = [(w.message, w.category, w.filename, w.lineno) for w in caught]
+    return Answer(result, issued, is_intact)
 
 
-def _call(function: Callable[..., Any], group: Any) -> Any:
-    """Call a function; its warnings are recorded, those of the import of its module are not."""
-    warnings.simplefilter("default")
-    return function(group)
+def collect_results(ranks: list[RankProcess], seconds: float) -> list[Any]:
+    """Return the results of the messages of all ranks, or raise the first error.
+
+    `seconds`: the timeout; ranks that are at work have `GRACE_SECONDS` more.
+    """
+    deadline = time.monotonic() + seconds + GRACE_SECONDS
+    collect_messages(ranks, deadline, FAILURE_SECONDS)
+    messages = [rank.message for rank in ranks if rank.message and rank.has_result()]
+    if len(messages) < len(ranks):
+        raise find_error("run_ranks", ranks, seconds)
+    return [result for _, result, _ in messages]
 
 
-def receive_warnings(ranks: list[RankProcess]) -> tuple[list[CaughtWarning], bool]:
-    """Return the warnings of all ranks, and whether all ranks may be called again."""
-    caught: list[CaughtWarning] = []
-    is_usable = True
-    for rank in ranks:
-        if rank.message is None:
-            return caught, False
-        try:
-            rank_warnings, is_intact = rank.pipe.recv()
-        except Exception:  # it ended, or a warning cannot be read here
-            return caught, False
-        caught += rank_warnings
-        is_usable = is_usable and is_intact
-    return caught, is_usable
-
-
-def issue_warnings(caught: Iterable[CaughtWarning]) -> None:
-    """Issue the warnings of the ranks in this process, equal ones once."""
+def results_with_warnings(answers: list[Answer]) -> list[Any]:
+    """Return the results of all ranks; issue their warnings in this process, equal ones once."""
+    caught = [warning for answer in answers for warning in answer.warnings]
     for message, category, file, line in {(str(w[0]), *w[1:]): w for w in caught}.values():
         warnings.warn_explicit(message, category, file, line)
+    return [answer.result for answer in answers]

@@ -9,19 +9,11 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..collectives._arguments import failed
-from ..collectives._local_launch import (
-    GRACE_SECONDS,
-    RankProcess,
-    collect_messages,
-    end_processes,
-    find_error,
-)
-from ._function_call import FAILURE_SECONDS, FunctionReference, issue_warnings, receive_warnings
+from ..collectives._local_launch import RankProcess, end_processes
+from ._function_call import FunctionReference, collect_results, results_with_warnings
 from ._gloo_rank import JOIN_SECONDS, output_path, serve
 
 if TYPE_CHECKING:
@@ -65,46 +57,32 @@ class GlooProcesses:
                 self._processes.append(process)
                 process.start()
                 child_pipe.close()  # so that the pipe breaks when the process ends
-            self._await_all()
+            self._collect(JOIN_SECONDS)
         except BaseException:
             self.close()
             raise
 
-    def _await_all(self) -> None:
-        """Wait until all ranks have joined."""
-        deadline = time.monotonic() + JOIN_SECONDS
-        for rank, pipe in enumerate(self._pipes):
-            reason = f"did not join within {JOIN_SECONDS:g} s"
-            try:
-                if pipe.poll(max(deadline - time.monotonic(), 0)):
-                    pipe.recv()
-                    continue
-            except EOFError:
-                reason = "its process ended before it had joined"
+    def _collect(self, seconds: float) -> list[Any]:
+        """Return the results that the ranks send, and print their output; or raise an error."""
+        processes = zip(self._processes, self._pipes, strict=True)
+        ranks = [RankProcess(rank, *process) for rank, process in enumerate(processes)]
+        try:
+            return collect_results(ranks, seconds)
+        finally:
             self._print_output()
-            raise failed("run_ranks", rank, reason)
 
     def call(self, function: FunctionReference, seconds: float) -> list[Any]:
         """Call a function on all ranks, and return the results or raise the first error."""
         self.is_usable = False
-        ranks = [
-            RankProcess(rank, process, pipe)
-            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True))
-        ]
         for pipe in self._pipes:
-            with contextlib.suppress(BrokenPipeError):  # collect_messages finds out why
+            with contextlib.suppress(BrokenPipeError):  # `_collect` finds out why
                 pipe.send((function, seconds))
-        collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS, FAILURE_SECONDS)
-        caught, is_usable = receive_warnings(ranks)
-        self._print_output()
-        if not all(rank.has_result() for rank in ranks):
-            raise find_error("run_ranks", ranks, seconds)
-        self.is_usable = is_usable
-        issue_warnings(caught)
-        return [rank.message[1] for rank in ranks if rank.message is not None]
+        answers = self._collect(seconds)
+        self.is_usable = all(answer.is_intact for answer in answers)
+        return results_with_warnings(answers)
 
     def _print_output(self) -> None:
-        """Print what the ranks have printed since the last call."""
+        """Print the output of the ranks since the last call."""
         for rank, printed in enumerate(self._printed):
             path = Path(output_path(self._folder.name, rank))
             if path.exists():  # otherwise its process ended very early

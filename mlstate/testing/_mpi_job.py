@@ -17,20 +17,13 @@ import time
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
-from ..collectives._local_launch import (
-    GRACE_SECONDS,
-    RankProcess,
-    collect_messages,
-    encode_message,
-    find_error,
-)
+from ..collectives._local_launch import RankProcess, encode_message, message_of
 from ..errors import CollectiveError
 from ._function_call import (
-    FAILURE_SECONDS,
     FunctionReference,
-    call_as_rank,
-    issue_warnings,
-    receive_warnings,
+    answer_of,
+    collect_results,
+    results_with_warnings,
 )
 
 if TYPE_CHECKING:
@@ -84,10 +77,8 @@ def run_mpi(world_size: int, function: Callable[..., Any], seconds: float) -> li
             ranks = _accept_ranks(listener, job, world_size)
             for rank in ranks:
                 rank.pipe.send((reference, seconds))
-            collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS, FAILURE_SECONDS)
-            caught, _ = receive_warnings(ranks)
-            if all(rank.has_result() for rank in ranks):
-                job.join(END_SECONDS)
+            answers = collect_results(ranks, seconds)
+            job.join(END_SECONDS)
         finally:
             for method in (job.terminate, job.kill):  # mpiexec ends its ranks
                 if job.poll() is None:
@@ -95,12 +86,7 @@ def run_mpi(world_size: int, function: Callable[..., Any], seconds: float) -> li
                     job.join(END_SECONDS)
             output.seek(0)
             sys.stdout.write(output.read().decode(errors="replace"))
-    for rank in ranks:
-        rank.pipe.close()
-    if not all(rank.has_result() for rank in ranks):
-        raise find_error("run_ranks", ranks, seconds)
-    issue_warnings(caught)
-    return [rank.message[1] for rank in ranks if rank.message is not None]
+    return results_with_warnings(answers)
 
 
 def _accept_ranks(listener: socket.socket, job: Job, world_size: int) -> list[RankProcess]:
@@ -135,12 +121,11 @@ def main() -> None:
         pipe.send(MPI.COMM_WORLD.Get_rank())
         function, seconds = pipe.recv()
         group = MPIGroup(timeout=seconds)
-        message, caught = call_as_rank(function, group)
+        message = message_of(lambda: answer_of(function, group))
         if message[0] != "result":
             group.abort()  # so that no rank waits for this one
         group.close()
         pipe.send_bytes(encode_message(message))
-        pipe.send((caught, True))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def run_ranks(
         ``"gloo"`` and ``"mpi"`` it must be importable: a function at the top of a module, or a
         `functools.partial` of one.
     engine : {"threads", "gloo", "mpi"}, default "threads"
-        What the ranks are. ``"threads"``: threads of this process, with a `LocalGroup`. ``"gloo"``:
+        The kind of ranks. ``"threads"``: threads of this process, with a `LocalGroup`. ``"gloo"``:
         processes with a `TorchGroup` of a new group of torch; torch's default group is initialised
         too. ``"mpi"``: a job of ``mpiexec`` with an `MPIGroup`.
     timeout : float, default 60
@@ -49,10 +49,11 @@ def run_ranks(
     ------
     Exception
         The exception of the rank that failed first, with the rank and its traceback as a note.
-        Exceptions that other ranks raised for reasons of their own are notes, too.
+        Other exceptions that it did not cause are notes, too.
     CollectiveError
         If a process died (the error has its signal), the timeout expired, the result or the
-        exception cannot be pickled, or the group cannot start. It names the rank.
+        exception cannot be pickled, or the group cannot start. It names the rank; of an MPI job,
+        which ends as a whole, one of the ranks.
     TypeError
         If the function cannot be sent to other processes.
     ValueError
@@ -67,8 +68,8 @@ def run_ranks(
     ones. They also end with this process. A thread cannot be ended: if it does not return after
     its group was aborted, it is left, as a daemon.
 
-    Warnings of a rank are issued here, so that filters and ``pytest.warns`` apply to them. What
-    the processes print is printed here after the call.
+    Warnings of a rank are issued here, so that filters and ``pytest.warns`` apply to them. The
+    output of processes is printed here after the call.
 
     Examples
     --------

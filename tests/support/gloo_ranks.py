@@ -28,7 +28,7 @@ def run(world_size, function, *, warn="ignore", timeout=TIMEOUT):
 def run_on(*world_sizes, most=2, warn="ignore"):
     """Make a test of a function that every rank calls with its group.
 
-    A parameter `tmp_path` of the function is that of the test. The test runs for each number of
+    The function may take the `tmp_path` of the test. The test runs for each number of
     ranks; with more than `most` it is marked long.
     """
     cases = [pytest.param(n, marks=[pytest.mark.long] * (n > most)) for n in world_sizes]

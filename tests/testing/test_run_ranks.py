@@ -163,17 +163,17 @@ def test_an_exception_of_a_rank_is_raised_with_its_rank(engine):
 
 @processes
 def test_a_result_that_cannot_be_pickled_names_the_rank(engine):
-    with pytest.raises(CollectiveError, match="on rank 0: the result, of type lock") as caught:
+    with pytest.raises(CollectiveError, match=r"the result, .*cannot pickle .*lock") as caught:
         run_ranks(1, functools.partial(fail, kind="result"), engine)
     assert caught.value.rank == 0
 
 
 @processes
 def test_a_killed_rank_is_named(engine):
-    with pytest.raises(CollectiveError, match="run_ranks on rank 1: its process") as caught:
+    with pytest.raises(CollectiveError, match=r"run_ranks on rank \d: its process") as caught:
         run_ranks(2, be_killed, engine)
-    assert caught.value.rank == 1
     if engine == "gloo":
+        assert caught.value.rank == 1
         assert "killed by SIGKILL" in str(caught.value)
         assert not hasattr(caught.value, "__notes__")  # the others returned
 
