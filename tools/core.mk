@@ -41,6 +41,7 @@ SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 .DEFAULT_GOAL := lib
 .DELETE_ON_ERROR:
 .SUFFIXES:
+.SECONDARY: $(TESTS:=.o)
 .PHONY: lib kv objects tests run syntax
 
 lib: $(LIB)
@@ -76,10 +77,13 @@ $(KV_LIB): $(KV_OBJECTS) $(shell find csrc/public $(KV_FOLDERS:%=csrc/core/%) -t
 	@$(SAY) "ar $@"
 	@$(AR) rcs $@ $(KV_OBJECTS)
 
-$(BUILD)/tests/%: tests/core/%.c $(LIB) $(PUBLIC_OBJECTS) tools/core.mk
+$(BUILD)/tests/%.o: tests/core/%.c tools/core.mk
 	@mkdir -p $(@D)
 	@$(SAY) "cc $<"
-	@$(CC) $(FLAGS) -MMD -MP -MF $@.d $< $(PUBLIC_OBJECTS) $(LIB) $(LINK) -lpthread -lm -o $@
+	@$(CC) $(FLAGS) -MMD -MP -c $< -o $@
+
+$(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIB) $(PUBLIC_OBJECTS)
+	@$(CC) $(FLAGS) $< $(PUBLIC_OBJECTS) $(LIB) $(LINK) -lpthread -lm -o $@
 
 $(BUILD)/tests/%_alloc_failure: LINK := -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc
 
