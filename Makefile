@@ -10,6 +10,7 @@
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 # Some tests wait for other processes: one worker more than there are processors.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PARALLEL := -n $(WORKERS) --dist loadfile -q
@@ -38,7 +39,7 @@ READERS := build/readers-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage mutants \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -105,6 +106,10 @@ tsan-slice: ## Run the part of `tsan` that fits a change's check.
 
 coverage: dev ## Report what the tests reach: build/coverage/index.html and python/index.html.
 	@tools/coverage.sh $(RUN)
+
+mutants: dev ## Change lines of the sources; report which tests fail (hours).
+	@nice $(RUN) tools/mutants.py --map
+	@nice $(RUN) tools/mutants.py $(MUTANTS_ARGS)
 
 faults: $(STAMP)-test install ## Fail every call of a save, kill it, cut the power, in turn.
 	@tools/faults.sh $(RUN) all
