@@ -150,7 +150,7 @@ def backend_of(value: object, protocol: type[BackendT]) -> BackendT:
     TypeError for any other value.
     """
     for name in _INTEGRATIONS:
-        framework = _registered.get(name) or _imported(name)
+        framework = _imported(name)
         if framework is not None and framework.recognizes(value):
             return backend_named(name, protocol)
     raise TypeError(f"{type(value).__name__} is not a tensor, module or optimizer of a framework")
@@ -175,6 +175,8 @@ def _frameworks_for(value: object) -> list[Framework]:
 
 def _imported(name: str) -> Framework | None:
     """Return the integration of the framework `name`; None if the framework is not imported."""
-    if name not in _registered and sys.modules.get(name) is not None:
+    if sys.modules.get(name) is None:  # its integration may be imported without it
+        return None
+    if name not in _registered:
         import_module(_INTEGRATIONS[name])
-    return _registered.get(name)
+    return _registered[name]

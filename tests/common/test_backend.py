@@ -107,3 +107,19 @@ backend_of(torch.ones(1), TensorBackend)
 print(name in sys.modules, name + "._checkpoint" in sys.modules)
 """
     assert child.run(code).split() == ["False", "False", "False", "True", "False"]
+
+
+def test_an_integration_without_its_framework_is_not_asked():
+    code = """
+import sys
+sys.modules["torch"] = None  # as if torch were not installed
+import mlstate.integrations.torch
+from mlstate._common.backend import TensorBackend, backend_of, is_module, is_optimizer
+print(is_module(1), is_optimizer(1))
+try:
+    backend_of(1, TensorBackend)
+except TypeError as error:
+    print(error)
+"""
+    lines = child.run(code).splitlines()
+    assert lines == ["False False", "int is not a tensor, module or optimizer of a framework"]

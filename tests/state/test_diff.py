@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from needs import needs
 from thread_team import num_threads
 from tries import tries
 
@@ -393,7 +394,7 @@ def test_differences_of_integers_within_a_tolerance_are_exact(first, second, dis
         lambda state: diff({"w": np.ones(2)}, state, atol=1),
         lambda state: state.astype("float16"),
         lambda state: state.digest(),
-        lambda state: state.to_torch(),
+        pytest.param(lambda state: state.to_torch(), marks=needs("torch")),
     ],
 )
 def test_masks_are_not_ignored(read):
