@@ -473,7 +473,7 @@ def test_control_c_stops_a_plan_at_once():
     """The signal arrives during the search; the test measures how long the search continues."""
     chain = random_chain(1500)
     with num_threads(1):
-        # on a busy machine; 0.1 s on a quiet one, and minutes for the whole search
+        # about 0.1 s; the whole search takes minutes
         budget = chain.plain_peak_bytes // 4
         interrupt(lambda: plan(chain, budget, slots=400), after=0.5, within=5.0)
 

@@ -143,7 +143,6 @@ def test_control_c_stops_a_search_at_once():
     def search_without_end():
         _core.search_schedules(chain._arrays, budget, True, None, 1 << 31)
 
-    # on a busy machine; about 0.1 s otherwise
     interrupt(search_without_end, after=0.15, within=1.0)
 
 

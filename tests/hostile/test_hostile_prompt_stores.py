@@ -176,11 +176,11 @@ def test_a_sparse_tail_is_skipped(stored, tmp_path, length, behind):
         with segment.open("r+b") as file:
             file.seek(length)
             file.write(content[64:])
-    began = time.perf_counter()
+    began = time.process_time()
     with store_at(tmp_path) as store:
         assert store.match(TOKENS, full=True).length > 0
         assert store.stats()["records"] > 0
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

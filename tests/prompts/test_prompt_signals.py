@@ -89,15 +89,15 @@ def test_a_signal_stops_the_scan_and_the_log_stays_usable(damaged, name):
     raised = []
 
     def handler():
-        raised.append(time.monotonic())
+        raised.append(time.process_time())
         refuse()
 
-    began = time.monotonic()
+    began = time.process_time()
     with alarms(handler), pytest.raises(Interrupted):
         CALLS[name](damaged)
-    stopped, began_again = time.monotonic(), time.monotonic()
+    stopped, began_again = time.process_time(), time.process_time()
     PromptLog(damaged.path, False)
-    duration = time.monotonic() - began_again
+    duration = time.process_time() - began_again
     assert raised[0] - began < duration / 2 and stopped - raised[0] < duration / 2
     check_usable(damaged)
 
@@ -169,10 +169,10 @@ def test_a_sparse_tail_of_a_tebibyte_is_skipped(tmp_path):
     log = PromptLog(tmp_path / "log", True)
     put(log, KEPT)
     os.truncate(segment(log), 1 << 40)
-    began = time.monotonic()
+    began = time.process_time()
     check_usable(PromptLog(log.path, False))
     check_usable(log)
-    assert time.monotonic() - began < 10 and segment(log).stat().st_size < 1 << 20
+    assert time.process_time() - began < 10 and segment(log).stat().st_size < 1 << 20
 
 
 def test_a_record_behind_a_hole_of_100_gib_is_found(tmp_path):

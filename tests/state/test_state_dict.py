@@ -428,10 +428,10 @@ def test_new_arrays_under_old_names_leave_the_index_as_it_is():
     model = ModelStateDict({f"layers.{i}.{j}": w for i in range(500) for j in range(9)})
 
     def seconds(call, repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in range(repeats):
             call(f"layers.{i}")
-        return (time.perf_counter() - start) / repeats
+        return (time.thread_time() - start) / repeats
 
     def replace(name):
         model.set_layer_state(name, model.get_layer_state(name))
