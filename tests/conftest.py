@@ -47,14 +47,22 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Exempt modules and tests from garbage collection, so that `gc.collect()` takes no time."""
-    gc.collect()
-    gc.freeze()
+    freeze_modules()
 
 
 def pytest_runtest_setup():
     """Remove Hypothesis's callback, in which the exception of a signal handler would be lost."""
     gc.callbacks.clear()
+    if len(sys.modules) > frozen_count + 100:  # such as transformers, which tests import late
+        freeze_modules()
+
+
+def freeze_modules():
+    """Exempt modules and tests from garbage collection, so that `gc.collect()` takes no time."""
+    global frozen_count
+    gc.collect()
+    gc.freeze()
+    frozen_count = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

@@ -677,7 +677,9 @@ def frozen():
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()
+    gc.unfreeze()  # what the cases left
+    gc.collect()
+    gc.freeze()
 
 
 THREADS = _thread._count()  # before any case
