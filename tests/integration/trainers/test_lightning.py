@@ -8,7 +8,6 @@ import os
 import pathlib
 import random
 import shutil
-import subprocess
 import sys
 import warnings
 import zlib
@@ -19,8 +18,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import forked  # noqa: E402
 import killed_jobs  # noqa: E402
-from child import PATHS, run  # noqa: E402
+from child import PATHS  # noqa: E402
 from interruption import raise_once  # noqa: E402
 from needs import needs  # noqa: E402
 from regression import digest  # noqa: E402
@@ -708,6 +708,18 @@ def test_parts_that_a_file_of_lightning_cannot_have_are_named(tmp_path, capsys):
     assert not (tmp_path / "none.ckpt").exists()
 
 
+MODULES = ("torch", "torch.distributed.fsdp", "lightning.pytorch.demos.boring_classes")
+
+
+def run_forked(folder, code, *arguments):
+    """Run code in a process that has imported Lightning but not mlstate; return its output."""
+    program = folder / "program.py"
+    program.write_text(code)
+    [(status, out, err)] = forked.run(program, [arguments], os.environ | PATHS, 240, MODULES)
+    assert status == 0, err
+    return out
+
+
 CHECKPOINT_WITHOUT_PLUGIN = """
 import sys, torch, lightning
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -732,9 +744,8 @@ except IsADirectoryError as error:
 @pytest.mark.parametrize("reader", ["fit", "load", "fabric"])
 def test_process_that_never_imported_mlstate_names_the_conversion(tmp_path, reader):
     MLStateCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "a.ckpt")
-    arguments = [sys.executable, "-c", CHECKPOINT_WITHOUT_PLUGIN, tmp_path / "a.ckpt", reader]
-    run = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert "mlstate convert FOLDER OUT.ckpt --to lightning" in run.stdout, run.stderr
+    printed = run_forked(tmp_path, CHECKPOINT_WITHOUT_PLUGIN, tmp_path / "a.ckpt", reader)
+    assert "mlstate convert FOLDER OUT.ckpt --to lightning" in printed
 
 
 class Trap:
@@ -789,7 +800,7 @@ print(trainer.global_step)
 
 
 def train_by_strategy(folder, *arguments):
-    *texts, step = run(STRATEGY, str(folder), *arguments, **PATHS).splitlines()
+    *texts, step = run_forked(folder, STRATEGY, folder, *arguments).splitlines()
     return texts[-1], int(step)
 
 
