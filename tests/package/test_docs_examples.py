@@ -90,13 +90,12 @@ def run_doctest(block, where, namespace):
 
 def run_script(words):
     """The output of a script, run in its own process by the page's command."""
-    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     package = str(Path(mlstate.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if words[:2] == ["torchrun", "--nproc-per-node"] and int(words[2]) > 1:
+    if words[:2] == ["torchrun", "--nproc-per-node"]:
         return run_ranks(int(words[2]), words[3], words[4:], os.environ | variables)
-    process = child.finished([sys.executable, *start, *words[1:]], timeout=200, **variables)
+    process = child.finished([sys.executable, *words[1:]], timeout=200, **variables)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

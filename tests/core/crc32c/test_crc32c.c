@@ -96,7 +96,8 @@ TEST(each_instruction_set_selects_a_supported_variant)
 
 enum {
     EDGE = 64,     /* guard bytes on either side of a copy */
-    SHORT = 2048,  /* up to here, every length */
+    FULL = 512,    /* up to here, every length at every alignment */
+    SHORT = 2048,  /* up to here, every length, each at some alignments */
     MIB = 1 << 20, /* up to here, some lengths */
     ROOM = 2 * MIB /* of a buffer */
 };
@@ -131,7 +132,7 @@ static void check_run(const unsigned char *data, unsigned char *copy, size_t byt
 }
 
 /* For each length the oracle continues with one more byte. */
-TEST(short_buffers_match_scalar_at_every_alignment)
+TEST(short_buffers_match_scalar)
 {
     unsigned char *data = malloc(SHORT + EDGE), *copy = malloc(SHORT + 4 * EDGE);
     REQUIRE(data != NULL && copy != NULL);
@@ -140,7 +141,9 @@ TEST(short_buffers_match_scalar_at_every_alignment)
         const uint32_t start = (uint32_t)(shift * 2654435761U);
         uint32_t expected = start;
         for (size_t bytes = 0; bytes <= SHORT; bytes++) {
-            check_run(data + shift, copy, bytes, start, expected);
+            if (bytes <= FULL || (bytes + shift) % 7 == 0) {
+                check_run(data + shift, copy, bytes, start, expected);
+            }
             expected = mls_crc_scalar.update(expected, data + shift + bytes, 1);
         }
     }
