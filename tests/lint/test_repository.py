@@ -1,6 +1,7 @@
 """Files that the repository must contain, and files that it must not."""
 
 import ast
+import functools
 import re
 
 import house
@@ -63,6 +64,7 @@ def test_each_module_has_a_docstring_and_all(path):
         assert "__all__" in assigned, f"{house.relative(path)} has no __all__"
 
 
+@functools.cache
 def imported_by(path):
     """Stems of the package's modules that a module imports from, at once or on first use."""
     stems = set()
