@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from any_format import read_any
 from command_table import COMMANDS, call_of
 
 import mlstate
+from mlstate.cli import main
 
 ROOT = Path(mlstate.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "mlstate"]
@@ -217,37 +219,54 @@ def test_unloadable_library_prints_one_line_with_status_2(place):
 
 
 CALLS = {
-    name: call_of(name, source="ckpt", other="ckpt", target="out")
+    name: call_of(name, source="ckpt", other="ckpt", target=f"{name}-out")
     for name, row in COMMANDS.items()
     if row.reads_checkpoints or name == "info"
 }
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*CALLS.values(), ["--help"], ["unknown"], ["verify", "nothing"], ["diff", "ckpt", "run"]],
-    ids=" ".join,
-)
-def test_pipes_and_no_color_disable_colours(place, command):
-    done = shell(f"mlstate {' '.join(command)}", place)
-    assert "\x1b" not in done.stdout + done.stderr
+LINES = [*map(" ".join, CALLS.values()), "--help", "unknown", "verify nothing", "diff ckpt run"]
+ALL_LINES = """
+import sys
+from mlstate.cli import main
+for line in sys.argv[1:]:
+    print(line, "ended with", main(line.split()), flush=True)
+"""
+
+
+def assert_all_ran(output):
+    """Every line printed something of its own and ended."""
+    for line in LINES:
+        own, _, output = output.partition(f"{line} ended with ")
+        status, _, output = output.partition("\n")
+        assert own and status.strip() in ("0", "1", "2"), line
+
+
+def test_pipes_and_no_color_disable_colours(place):
+    command = [sys.executable, "-c", ALL_LINES, *LINES]
+    pipe = ["bash", "-c", '"$@" 2>&1', "-", *command]
+    done = child.finished(pipe, folder=place, **environment())
+    assert_all_ran(done.stdout)
+    assert "\x1b" not in done.stdout
+    for path in place.glob("*-out"):
+        shutil.rmtree(path)
     terminal, other = pty.openpty()
     variables = environment(NO_COLOR="1", TERM="xterm-256color")
-    with subprocess.Popen(
-        [*COMMAND, *command], cwd=place, env=variables, stdout=other, stderr=other
-    ) as process:
+    with subprocess.Popen(command, cwd=place, env=variables, stdout=other, stderr=other):
         os.close(other)
         output = b""
         with contextlib.suppress(OSError):  # Linux reports the end of a terminal as EIO
             while chunk := os.read(terminal, 10_000):
                 output += chunk
     os.close(terminal)
-    assert process.returncode in (0, 1, 2)
-    assert output and b"\x1b[3" not in output and b"\x1b[1" not in output
+    assert_all_ran(output.decode())
+    assert b"\x1b[3" not in output and b"\x1b[1" not in output
 
 
 @pytest.mark.parametrize("command", CALLS.values(), ids=" ".join)
-def test_json_is_all_that_is_printed(place, command):
-    done = shell(f"mlstate {' '.join(command)} --json", place)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert isinstance(json.loads(done.stdout), dict)
+def test_json_is_all_that_is_printed(place, command, monkeypatch, capfd):
+    monkeypatch.chdir(place)
+    assert main([*command, "--json"]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert isinstance(json.loads(out), dict)

@@ -1,8 +1,10 @@
 """Models of transformers continue from a stored prompt with the bits of the live cache."""
 
 import copy
+import os
 
 import child
+import forked
 import pytest
 from needs import needs
 
@@ -69,6 +71,8 @@ def test_a_restored_cache_gives_the_logits_of_the_live_one(model, store, stored,
     assert torch.equal(continued(model, other, 70), continued(model, live, 70))
 
 
+# shared by the processes
+MODULES = ("torch", "transformers.modeling_utils", "transformers.generation.utils", "cache_models")
 PROGRAM = """
 import os, signal, sys
 import torch
@@ -98,11 +102,14 @@ os.kill(os.getpid(), signal.SIGKILL)  # all stores are open
 
 
 def test_a_killed_process_starts_again_without_a_prefill(tmp_path):
-    outputs = []
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment, outputs = os.environ | child.PATHS, []
     for turn in ("first", "second"):
-        process = child.attempt(PROGRAM, tmp_path, turn, **child.PATHS)
-        assert process.returncode == -9, process.stderr
-        outputs.append(process.stdout)
+        arguments = [tmp_path, turn]
+        [(status, out, err)] = forked.run(program, [arguments], environment, 240, MODULES)
+        assert status == -9, err
+        outputs.append(out)
     assert outputs[0] == outputs[1] and outputs[0].count("[[") == len(MODELS)
 
 
