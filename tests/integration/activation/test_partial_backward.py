@@ -54,10 +54,10 @@ class Net(nn.Module):
         return outs
 
 
-def schedules(blocks=BLOCKS):
-    """Schedules that recompute, offload and drop in many ways."""
+def schedules(turn, blocks=BLOCKS):
+    """Schedules that recompute, offload and drop in many ways: in four turns, 12 random ones."""
     yield from (segments(blocks, size) for size in range(1, blocks))
-    for seed in range(12):
+    for seed in range(turn % 4, 12, 4):
         yield random_steps(blocks, random.Random(seed), host=seed % 3 == 2)
 
 
@@ -140,7 +140,8 @@ KINDS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_partial_loss_has_the_same_bits(step, kinds):
     expected = train(Net(*KINDS[kinds]), STEPS[step])
-    for steps in schedules():
+    turn = list(KINDS).index(kinds) + list(STEPS).index(step)  # each of both meets all schedules
+    for steps in schedules(turn):
         net = Net(*KINDS[kinds])
         with plan_of(steps).apply(net, blocks="layers.*"):
             assert_same_bits(expected, train(net, STEPS[step]))
