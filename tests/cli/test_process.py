@@ -235,11 +235,11 @@ for line in sys.argv[1:]:
 
 
 def assert_all_ran(output):
-    """Every line printed something of its own and ended."""
+    """Every command printed a text and ended."""
     for line in LINES:
-        own, _, output = output.partition(f"{line} ended with ")
+        text, _, output = output.partition(f"{line} ended with ")
         status, _, output = output.partition("\n")
-        assert own and status.strip() in ("0", "1", "2"), line
+        assert text and status.strip() in ("0", "1", "2"), line
 
 
 def test_pipes_and_no_color_disable_colours(place):

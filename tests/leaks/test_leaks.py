@@ -677,7 +677,7 @@ def frozen():
     gc.collect()
     gc.freeze()
     yield
-    gc.unfreeze()  # what the cases left
+    gc.unfreeze()  # the garbage of the cases is frozen too
     gc.collect()
     gc.freeze()
 
