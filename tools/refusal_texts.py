@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""List the error texts of the core by the side whose tests check them.
+
+    refusal_texts.py           print the texts that both sides test, and those that neither does
+    refusal_texts.py --check   fail for each of them that refusal_texts.txt does not list
+    refusal_texts.py --lower   take the settled texts out of refusal_texts.txt; never add one
+
+A text is a format of mls_fail, mls_fail_at or mls_fail_os in csrc/core. One test in tests/core
+checks the whole text. Tests in Python check it only in tables named REFUSALS, which prove that a
+binding passes its arguments to the rule; a text that C tests cannot reach is checked in Python
+only. `fail_each` of tests/core checks the texts of MLS_E_MEMORY.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+REMAINING = ROOT / "tools" / "refusal_texts.txt"
+C_TOKENS = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\w+|[^\w\s]""", re.DOTALL
+)
+CONVERSION = re.compile(r"%(?!%)[-+ #0]*[\d*]*(?:\.[\d*]+)?(?:hh|h|ll|l|z|j|t)?[a-zA-Z]")
+ESCAPE = re.compile(r"\\(\W)")
+HOLE = "\0"  # a value between the constant parts of a text
+# What a regular expression may contain between constant parts.
+VARIABLE = re.compile(r"(?<!\\)(?:[.\])][*+?]|\\[dwsSW][+*]?|\[|[|^$()*+?{}]|\.\*)")
+LEAST_SHARED = 10  # characters that identify a text
+
+
+class Text(NamedTuple):
+    """A format of mls_fail: its file and its constant parts, separated by HOLE."""
+
+    file: str
+    parts: str
+
+    @property
+    def whole(self) -> re.Pattern[str]:
+        """Match an instance of the text, after names and before the words of an errno."""
+        parts = (re.escape(part) for part in self.parts.split(HOLE))
+        return re.compile(rf"(?:.*: )?{'.*?'.join(parts)}(?:: .*)?", re.DOTALL)
+
+    @property
+    def constant(self) -> int:
+        """Count the constant characters."""
+        return len(self.parts.replace(HOLE, ""))
+
+
+def tokens(path: pathlib.Path) -> list[str]:
+    """Split a C file, without its comments."""
+    text = path.read_text(encoding="utf-8")
+    return [token for token in C_TOKENS.findall(text) if not token.startswith(("//", "/*"))]
+
+
+def join_literals(row: list[str]) -> list[str]:
+    """Join adjacent literals of C; a macro or a conversion becomes HOLE."""
+    texts, literal = [], None
+    for token, following in itertools.pairwise([*row, ";"]):
+        if token.startswith('"'):
+            literal = (literal or "") + token[1:-1]
+        elif token.isidentifier() and (literal is not None or following.startswith('"')):
+            literal = (literal or "") + "%s"
+        elif literal is not None:
+            texts.append(literal)
+            literal = None
+    texts += [] if literal is None else [literal]
+    unescaped = (ESCAPE.sub(r"\1", text.replace("%%s", "%s")) for text in texts)
+    return [CONVERSION.sub(HOLE, text).replace("%%", "%") for text in unescaped]
+
+
+def format_argument(row: list[str]) -> list[str]:
+    """Return the tokens of the first argument of a call that contains a literal."""
+    depth, argument = 0, []
+    for token in row:
+        depth += (token in "([{") - (token in ")]}")
+        if depth == 0 or (depth == 1 and token == ","):
+            if any(part.startswith('"') for part in argument):
+                break
+            argument = []
+            if depth == 0:
+                break
+        elif depth > 1 or token != "(":
+            argument.append(token)
+    return argument
+
+
+def core_texts() -> list[Text]:
+    """Return every text of mls_fail in the core, except for MLS_E_MEMORY."""
+    texts = set()
+    for path in sorted((ROOT / "csrc" / "core").rglob("*.[ch]")):
+        row = tokens(path)
+        file = path.relative_to(ROOT).as_posix()
+        for i, token in enumerate(row):
+            if token in ("mls_fail", "mls_fail_at", "mls_fail_os") and row[i + 1] == "(":
+                if "MLS_E_MEMORY" in row[i : i + 8]:
+                    continue
+                for parts in join_literals(format_argument(row[i + 1 : i + 80])):
+                    if re.search(r"\w", parts):
+                        texts.add(Text(file, parts))
+    return sorted(texts)
+
+
+def c_literals() -> Iterator[str]:
+    """Return the literals of the C tests, with 0 for each value."""
+    for path in (ROOT / "tests" / "core").rglob("*.[ch]"):
+        for literal in join_literals(tokens(path)):
+            yield literal.replace(HOLE, "0")
+
+
+def constant_parts(node: ast.expr) -> list[str]:
+    """Return the constant parts of a literal, an f-string or a regular expression."""
+    values = node.values if isinstance(node, ast.JoinedStr) else [node]
+    constants = (value.value for value in values if isinstance(value, ast.Constant))
+    texts = [text for text in constants if isinstance(text, str)]
+    parts = [part for text in texts for part in (text, *VARIABLE.split(text))]
+    return [re.sub(r"\\(\W)", r"\1", part) for part in parts]
+
+
+def python_parts() -> Iterator[str]:
+    """Return the constant parts of literals in the Python tests, without tables REFUSALS."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        tables = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and any(
+                isinstance(name, ast.Name) and name.id.endswith("REFUSALS") for name in node.targets
+            ):
+                tables.update(map(id, ast.walk(node)))
+            if id(node) not in tables and isinstance(node, ast.Constant | ast.JoinedStr):
+                yield from constant_parts(node)
+
+
+def in_c(texts: list[Text]) -> set[Text]:
+    """Return the texts that a C test has in full."""
+    tested = set()
+    patterns = [(text, text.whole) for text in texts]
+    for literal in set(c_literals()):
+        matched = [text for text, pattern in patterns if pattern.fullmatch(literal)]
+        most = max((text.constant for text in matched), default=0)
+        if most >= min(LEAST_SHARED, len(literal) // 2):
+            tested.update(text for text in matched if text.constant == most)
+    return tested
+
+
+def in_python(texts: list[Text]) -> set[Text]:
+    """Return the texts whose constant words a Python test has."""
+    parts = {part.strip() for part in python_parts()}
+    parts = {part for part in parts if len(part) >= LEAST_SHARED and " " in part}
+    joined = "\n".join(parts)
+    tested = set()
+    for text in texts:
+        shared = [part.strip() for part in text.parts.split(HOLE)]
+        shared = [part for part in shared if len(part) >= LEAST_SHARED and " " in part]
+        if any(part in joined or any(p in part for p in parts) for part in shared):
+            tested.add(text)
+    return tested
+
+
+def unsettled() -> dict[str, list[Text]]:
+    """Return the texts that both sides test, and those that neither does."""
+    texts = core_texts()
+    c, python = in_c(texts), in_python(texts)
+    return {"both": sorted(c & python), "neither": sorted(set(texts) - c - python)}
+
+
+def main(arguments: list[str]) -> int:
+    """Print, check or lower the lists."""
+    present = [
+        f"{side}: {text.file}: {text.parts.replace(HOLE, '…')}"
+        for side, texts in unsettled().items()
+        for text in texts
+    ]
+    listed = REMAINING.read_text(encoding="utf-8").splitlines()
+    if arguments == ["--lower"]:
+        lines = [line for line in listed if line in present]
+        REMAINING.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        return 0
+    is_check = arguments == ["--check"]
+    printed = [line for line in present if not is_check or line not in listed]
+    print("\n".join(printed))
+    return int(is_check and bool(printed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
