@@ -148,17 +148,23 @@ def in_c(texts: list[Text]) -> set[Text]:
 
 
 def in_python(texts: list[Text]) -> set[Text]:
-    """Return the texts whose constant words a Python test has."""
-    parts = {part.strip() for part in python_parts()}
-    parts = {part for part in parts if len(part) >= LEAST_SHARED and " " in part}
-    joined = "\n".join(parts)
+    """Return the texts whose longest constant part, or words of a part, a Python test has."""
+    identifying = {part for part in map(str.strip, python_parts()) if is_identifying(part)}
+    joined = "\n".join(identifying)
     tested = set()
     for text in texts:
-        shared = [part.strip() for part in text.parts.split(HOLE)]
-        shared = [part for part in shared if len(part) >= LEAST_SHARED and " " in part]
-        if any(part in joined or any(p in part for p in parts) for part in shared):
+        parts = [part.strip() for part in text.parts.split(HOLE)]
+        longest = max(parts, key=len)
+        if (is_identifying(longest) and longest in joined) or any(
+            words in part for part in parts for words in identifying
+        ):
             tested.add(text)
     return tested
+
+
+def is_identifying(part: str) -> bool:
+    """Whether words are long enough to identify a text."""
+    return len(part) >= LEAST_SHARED and " " in part
 
 
 def unsettled() -> dict[str, list[Text]]:

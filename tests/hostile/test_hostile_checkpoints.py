@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoint_model import flipped
 from checkpoint_victim import refused
-from json_checksums import START, renew_checksum, text_with_checksum
+from json_checksums import START, renew_checksum
 
 import mlstate
 from mlstate.checkpoint import inspect
@@ -52,20 +52,6 @@ MANIFEST_MEMBERS = {
     "indexes": never,
 }
 RECORD_MEMBERS = dict.fromkeys(("bytes", "crc32c", "shards", "data_bytes"), never)
-INDEX_MEMBERS = dict.fromkeys(
-    ("format", "format_version", "generation", "rank", "world_size", "files"), never
-) | {"shards": lambda value: value == []}
-FILE_MEMBERS = dict.fromkeys(("path", "bytes", "header_crc32c"), never)
-SHARD_MEMBERS = dict.fromkeys(
-    ("section", "dtype", "shape", "part", "axes", "tier", "version", "file", "offset", "bytes"),
-    never,
-) | {
-    "name": text,
-    "state": lambda value: text(value) and "." not in value,
-    "layout": lambda value: value == [],
-    "crc32c": never,
-    "blocks": lambda value: value == "",
-}
 GONE = object()
 
 
@@ -96,18 +82,6 @@ WRONG_VALUES = {
         for name, value in wrong(RECORD_MEMBERS)
         if name != "crc32c" and value is not GONE
     ],
-    "index": [((name,), value) for name, value in wrong(INDEX_MEMBERS)],
-    "index's file": [(("files", 0, name), value) for name, value in wrong(FILE_MEMBERS)],
-    "index's shard": [
-        (("shards", -1, name), value)
-        for name, value in wrong(SHARD_MEMBERS, ("state", "axes", "tier", "blocks"))
-    ],
-    "what is no object": [
-        ((*place, 0), value)
-        for place in (("files",), ("shards",))
-        for value in VALUES
-        if not isinstance(value, dict)
-    ],
 }
 
 
@@ -115,82 +89,14 @@ WRONG_VALUES = {
 def test_wrong_values_are_refused(kind, one_rank):
     for path, value in WRONG_VALUES[kind]:
         label = f"{kind}: {path} = {'gone' if value is GONE else repr(value)[:40]}"
-        if kind.startswith("manifest"):
-            one_rank.put_manifest(with_member(one_rank.manifest, path, value))
-        else:
-            one_rank.put_index(with_member(one_rank.index(), path, value))
+        one_rank.put_manifest(with_member(one_rank.manifest, path, value))
         error = refused(one_rank, label)
-        assert "another checkpoint" not in str(error) or path[0] in ("generation", "shards"), label
+        assert "another checkpoint" not in str(error) or path[0] == "generation", label
 
 
-# ---- false values of the right kind: members of the shard of w, in the index of `one` ----
+# ---- false records of an index: each rule has a row in tests/core/checkpoint/index ----
 
 W = {"section": "params", "name": "w"}
-SHARD_LIES = {
-    "shapes": [
-        {"shape": shape}
-        for shape in (
-            [6, 5], [25], [], [4, 6, 2], [4, 0], [0], [2**62, 4], [2**63 - 1], [2**64 - 1, 0],
-            [2**32, 2**32], [3] * 16, [4, 6] + [1] * 15, [2**61, 8, 0], [-4, -6], [4.0, 6],
-            ["4", 6], [[4], 6], [None, 6], [True, 24], [4, 2**64 + 6],
-        )
-    ],
-    "layouts": [
-        {"layout": layout}
-        for layout in (
-            [[0, 2]], [[0, 0]], [[0, -1]], [[2, 1]], [[16, 1]], [[-1, 1]], [["flat", 2]],
-            [["flat", 1], [0, 1]], [["flat", 1], ["flat", 1]], [["rows", 1]], [["", 1]],
-            [[None, 1]], [[0]], [[0, 1, 1]], [0, 1], [[0, "1"]], [[0, 1.0]], [[0, 2**64]],
-            [[0, 1]] * 5,
-            [[0, 2**63], [1, 2]], [[0, 2**32], [1, 2**32]], {"0": 1}, "flat", [["0", 1]],
-            [[0.0, 1]], [[True, 1]], [[[0], 1]], [{"axis": 0, "parts": 1}],
-        )
-    ],
-    "parts": [
-        {"part": part, "layout": layout}
-        for part in (1, 2, 2**31, 2**32, 2**63 - 1, 2**64 - 1)
-        for layout in ([], [[0, 1]])
-    ] + [{"part": 2, "layout": [[0, 2]]}, {"part": 4, "layout": [[0, 4]]}],
-    "axes": [
-        {"axes": axes}
-        for axes in (
-            [0], [0, 1, 2], [0, 16], [0, -2], [0, 2**64], ["0", 1], [0, 1.0], [[], 1],
-            [True, False], {"0": 0},
-        )
-    ],
-    "bytes": [{"bytes": count} for count in (0, 1, 95, 97, 192, 2**31, 2**40, 2**63 - 1)],
-    "offsets": [
-        {"offset": offset}
-        for offset in (
-            0, 7, 4104, 4096 + 103, 2**31, 2**40, 2**63 - 1, 2**63 - 97, 2**64 - 96, 2**64 - 1,
-        )
-    ],
-    "dtypes": [
-        {"dtype": dtype}
-        for dtype in (
-            "F64", "F16", "U8", "C64", "BOOL", "f32", "F32 ", "float32", "F99", "F4", "F32\x00",
-            "O", "U32\n", "é",
-        )
-    ],
-    "files": [{"file": number} for number in (2, 3, 2**31, 2**32, 2**63, 2**64 - 1)],
-    "names": [
-        {"section": "optim_state", "name": "a.b"},
-        {"state": "m"},
-        {"state": ""},
-        {"section": "optim_state", "state": "a.b"},
-        {"section": "index"},
-        {"section": "params/../roots"},
-        {"section": "Params"},
-    ],
-    "versions": [{"version": version} for version in (0, -1, 2**63, 2**64, 10**30)],
-    "tiers": [{"tier": tier} for tier in ("", "Hot", "hot ", "frozen", "\x00", "gpu")],
-    "checksums": [
-        {"crc32c": digits}
-        for digits in (
-            "", "0", "0000000", "000000000", "0000000G", "ABCDEF00", " 0000000", "0x000000",
-        )
-    ] + [{"blocks": digits} for digits in ("00000000", "0000000000000000", "x" * 16)],
-}  # fmt: skip
 
 
 def shard_of(index, **members):
@@ -198,24 +104,14 @@ def shard_of(index, **members):
     return shard
 
 
-@pytest.mark.parametrize("kind", SHARD_LIES)
-def test_false_shard_records_are_refused(kind, one_rank):
-    for lie in SHARD_LIES[kind]:
-        index = one_rank.index()
-        shard_of(index, **W).update(lie)
-        one_rank.put_index(index)
-        error = refused(one_rank, f"{kind}: {lie}")
-        assert isinstance(error, FormatError)
-        assert "another checkpoint" not in str(error), lie  # the index itself is refused
-        assert error.name in ("w", "b", lie.get("name"), None), lie
-
-
 def test_false_record_is_refused_by_every_reader(one_rank):
     for lie in ({"shape": [6, 5]}, {"offset": 2**40}, {"layout": [[0, 0]]}):
         index = one_rank.index()
         shard_of(index, **W).update(lie)
         one_rank.put_index(index)
-        refused(one_rank, lie, only=None)
+        error = refused(one_rank, lie, only=None)
+        assert isinstance(error, FormatError) and error.name == "w"
+        assert "another checkpoint" not in str(error)  # the index itself is refused
     one_rank.put_manifest({**one_rank.manifest, "world_size": 2})
     refused(one_rank, "world_size", only=None)
 
@@ -278,20 +174,6 @@ def _twice(index, **members):
 
 
 INDEX_LIES = {
-    "a shard twice": lambda x: _twice(x),
-    "a shard twice, elsewhere": lambda x: _twice(x, offset=8, version=2),
-    "one place for two shards": lambda x: _twice(x, name="v"),
-    "one place for two sections": lambda x: _twice(x, section="optim_state"),
-    "a shard inside another": lambda x: _twice(x, name="v", shape=[1], bytes=4, offset=4100),
-    "a shard over the end of another": lambda x: _twice(
-        x, name="v", dtype="U8", shape=[7], bytes=7, offset=4190
-    ),
-    "a shard over the start of another": lambda x: _twice(
-        x, name="v", dtype="U8", shape=[100], bytes=100, offset=4000
-    ),
-    "a shard behind the end": lambda x: _twice(x, name="v", offset=4096 + 97),
-    "a file twice": lambda x: x["files"].append(x["files"][0]),
-    "a file twice, with other bytes": lambda x: x["files"].append({**x["files"][0], "bytes": 8}),
     "another generation": lambda x: x.update(generation="0123456789abcdef"),
     "another rank": lambda x: x.update(rank=1, world_size=2),
     "another world": lambda x: x.update(world_size=2),
@@ -299,10 +181,6 @@ INDEX_LIES = {
         x, layout=[[0, 2]], part=1, dtype="U8", bytes=12, offset=8
     ),
     "parts of two layouts": lambda x: _twice(x, layout=[[0, 4]], part=1, bytes=24, offset=8),
-    "a manifest": lambda x: x.update(format="mlstate.manifest"),
-    "a later version": lambda x: x.update(format_version=4),
-    "an earlier version": lambda x: x.update(format_version=2),
-    "the first version": lambda x: x.update(format_version=1),
 }
 
 COLUMNS = ("bytes", "shards", "data_bytes")
@@ -325,60 +203,6 @@ MANIFEST_LIES = {
     "a kind that is not known": lambda m: m["model"].update(kind="gguf"),
     "a kind of the other section": lambda m: m["model"].update(kind="optimizer"),
 }
-
-
-# ---- false layers: w has 24 elements of 4 bytes, from 4096 on ----
-
-
-def _layer(rows=None, row=6, start=0, **changes):
-    row_count = 24 if rows is None else 6
-    layer = {"file": 0, "offset": 4096 + start, "bytes": 4 * row_count, "crc32c": "00000000"}
-    pairs = rows if rows is None else ",".join(map(str, rows))
-    layer.update({} if rows is None else {"row": row, "rows": pairs}, **changes)
-    return layer
-
-
-LAYER_LIES = {
-    "no list": {},
-    "no objects": [None],
-    "nothing in it": [{}],
-    "many": [_layer([0, 1], start=i) for i in range(17)],
-    "two full ones": [_layer(), _layer()],
-    "a full one on top": [_layer([0, 1]), _layer(start=24)],
-    "one place for two layers": [_layer([0, 1]), _layer([0, 1])],
-    "a layer over the end of another": [_layer([0, 1]), _layer([0, 1], start=23)],
-    "a layer over another shard": [_layer([0, 1], start=80)],
-    "behind the end": [_layer([0, 1], offset=2**40)],
-    "another file": [_layer([0, 1], file=2)],
-    "rows of nothing": [_layer([0, 1], row=0)],
-    "rows behind the end": [_layer([4, 1])],
-    "rows around the numbers": [_layer([2**64 - 1, 2])],
-    "rows beyond the numbers": [_layer([2**64, 1])],
-    "rows back and forth": [_layer([2, 1, -2, 1])],
-    "rows that meet": [_layer([0, 1, 0, 1], bytes=48)],
-    "an odd number of rows": [_layer([0, 1, 1])],
-    "no rows": [_layer([], bytes=0)],
-    "a list of rows": [{**_layer([0, 1]), "rows": [0, 1]}],
-    "rows with spaces": [{**_layer([0, 1]), "rows": "0, 1"}],
-    "more bytes than rows": [_layer([0, 1], bytes=28)],
-    "fewer bytes than rows": [_layer([0, 2])],
-    "all bytes": [_layer([0, 1], bytes=2**63 - 1)],
-    "no digits": [_layer([0, 1], crc32c="")],
-    "blocks of a short one": [_layer([0, 1], blocks="0" * 16)],
-}
-
-
-@pytest.mark.parametrize("name", LAYER_LIES)
-def test_false_overlay_records_are_refused(name, one_rank):
-    index = one_rank.index()
-    shard = shard_of(index, **W)
-    for key in ("file", "offset", "bytes", "crc32c"):
-        del shard[key]
-    shard["layers"] = LAYER_LIES[name]
-    one_rank.put_index(index)
-    error = refused(one_rank, name, only=None)
-    assert isinstance(error, FormatError)
-    assert "another checkpoint" not in str(error)  # the index itself is refused
 
 
 @pytest.mark.parametrize("name", INDEX_LIES)
@@ -489,37 +313,6 @@ TEXTS = [
     b"\x1f\x8b" + bytes(30),
 ]  # fmt: skip
 
-# inserted after the start of a good text, with a correct checksum
-INSIDE = {
-    "a key twice": b'"world_size":1,',
-    "a key twice, in escapes": b'"\\u0077orld_size":1,',
-    "two keys of another name": b'"x":1,"x":2,',
-    "two keys inside a member": b'"x":{"y":1,"y":1},',
-    "half of a surrogate pair": b'"x":"\\ud800",',
-    "a half that a letter follows": b'"x":"\\ud800a",',
-    "no UTF-8": b'"x":"\xff",',
-    "an encoded surrogate": b'"x":"\xed\xa0\x80",',
-    "an overlong character": b'"x":"\xc0\x80",',
-    "a control character": b'"x":"\n",',
-    "an unknown escape": b'"x":"\\x41",',
-    "NaN": b'"x":NaN,',
-    "Infinity": b'"x":-Infinity,',
-    "a leading zero": b'"x":01,',
-    "a plus": b'"x":+1,',
-    "a bare point": b'"x":1.,',
-    "hexadecimal": b'"x":0x1,',
-    "a comment": b"/* */",
-    "single quotes": b"'x':1,",
-    "no quotes": b"x:1,",
-    "two commas": b",",
-    "a NUL": b"\x00",
-    "a value without a key": b"1,",
-    "a literal in capitals": b'"x":True,',
-    **{f"{n} open brackets": b'"x":' + b"[" * n for n in (1, 1000, 100_000, 1_000_000)},
-    **{f"{n} brackets": b'"x":' + b"[" * n + b"]" * n + b"," for n in (5000, 100_000, 1_000_000)},
-    **{f"{n} braces": b'"x":' + b'{"y":' * n + b"1" + b"}" * n + b"," for n in (5000, 100_000)},
-}
-
 
 def test_foreign_texts_are_refused(one_rank):
     for data in TEXTS:
@@ -533,17 +326,6 @@ def test_foreign_texts_are_refused(one_rank):
         refused(one_rank, f"manifest with a correct checksum {data[:40]!r}")
         one_rank.put_index(renew_checksum(data))
         refused(one_rank, f"index with a correct checksum {data[:40]!r}")
-
-
-@pytest.mark.parametrize("name", INSIDE)
-def test_json_that_is_none_is_refused(name, one_rank):
-    for document, put in (
-        (one_rank.manifest, lambda data: one_rank.put("manifest.json", data)),
-        (one_rank.index(), one_rank.put_index),
-    ):
-        data = text_with_checksum(document)
-        put(renew_checksum(data[:23] + INSIDE[name] + data[23:]))
-        refused(one_rank, name)
 
 
 def test_every_byte_of_the_texts_flipped(one_rank):
@@ -599,15 +381,3 @@ def test_the_good_checkpoints_are_good(one_rank, two_ranks):
             victim.put_index(victim.index(rank), rank)
             assert mlstate.verify(str(victim))
             assert mlstate.load(str(victim)).model["w"].sum() == 276
-
-
-def test_hostile_files_are_numerous():
-    cases = [*WRONG_VALUES.values(), *SHARD_LIES.values(), INDEX_PATHS, FILE_PATHS]
-    cases += [
-        INDEX_LIES,
-        MANIFEST_LIES,
-        RANK_LIES,
-        TEXTS * 2,
-        [*INSIDE] * 2,
-    ]
-    assert sum(map(len, cases)) >= 900

@@ -322,6 +322,7 @@ TEXTS = {
     "bytes that are no UTF-8": (b'"world_size"', b'"\xff": 1, "world_size"'),
     "a trailing comma": (b"}", b",}"),
     "text behind it": (b"}", b"}x"),
+    "too many levels": (b"}", b', "x": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"),
 }
 
 

@@ -50,11 +50,19 @@ static inline mls_code parse_index(const char *text, size_t length, mls_status *
     return code;
 }
 
-/* A change that must be refused: the tensor named by the error, and a word of the
- * message. */
+/* A change that must be refused: the shard named by the error, if any, and the rest of
+ * its message. */
 typedef struct lie {
-    const char *from, *to, *name, *word;
+    const char *from, *to, *name, *text;
 } lie;
+
+/* Texts of many rows. */
+#define OUT_OF_RANGE(column) "\"" column "\" is not a whole number in its range"
+#define EXTRA(column)        "\"" column "\" has more values than its table has rows"
+#define TOO_FEW(column)      "\"" column "\" must have one value for each row of its table"
+#define NO_HEX(column)       "\"" column "\" must have 8 hexadecimal digits for each value"
+#define WRONG_BYTES          "\"bytes\" does not match shape, layout and dtype"
+#define BEYOND_FILE          "\"offset\" plus bytes exceeds the length of the file"
 
 static inline void check_refused_edits(const char *good, const lie *lies, size_t count)
 {
@@ -63,9 +71,12 @@ static inline void check_refused_edits(const char *good, const lie *lies, size_t
         mls_status st;
         const size_t length = change_index(good, lies[i].from, lies[i].to, text);
         const mls_code code = parse_index(text, length, &st);
-        const bool refused = code == MLS_E_FORMAT &&
-                             strstr(st.text, lies[i].word) != NULL &&
-                             strcmp(st.name, lies[i].name) == 0;
+        const char *name = lies[i].name;
+        char message[MLS_TEXT_BYTES];
+        snprintf(message, sizeof message, "%s%s%s%s", *name == '\0' ? "" : "shard of '",
+                 name, *name == '\0' ? "" : "': ", lies[i].text);
+        const bool refused = code == MLS_E_FORMAT && strcmp(st.text, message) == 0 &&
+                             strcmp(st.name, name) == 0;
         if (!refused) {
             printf("    %s -> %s: %s (%s)\n", lies[i].from, lies[i].to,
                    code == MLS_OK ? "accepted" : st.text, st.name);

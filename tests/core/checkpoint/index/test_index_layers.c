@@ -2,6 +2,9 @@
 #include "support/index_text.h"
 
 /* A plain shard, and two parts of w with layers, the second without any. */
+#define FROM_SHAPE_TO_BYTES                                                              \
+    ",\n\"part\":\"0,0,1\",\n\"version\":\"1,2,1\",\n\"layer_count\":\"1,2,0\"}"         \
+    ",\n\"layers\":{\n\"file\":\"0,0,0\",\n\"offset\":\"4096,4146,4126\",\n\"bytes\":"
 static const char good[] = MLS_JSON_CHECKSUM_START
     ",\n\"format\":\"mlstate.index\",\"format_version\":3,\n\"generation\":"
     "\"0123456789abcdef\",\"rank\":0,\"world_size\":1"
@@ -10,10 +13,8 @@ static const char good[] = MLS_JSON_CHECKSUM_START
     ",\n\"kinds\":[\n{\"section\":\"params\",\"dtype\":\"I16\",\"layout\":[]},"
     "\n{\"section\":\"params\",\"dtype\":\"I16\",\"layout\":[[0,2]]}]"
     ",\n\"shards\":{\n\"name\":[\"v\",\"w\",\"w\"],\n\"kind\":\"0,1,1\","
-    "\n\"shape\":\"15;6,5;6,5;\",\n\"part\":\"0,0,1\",\n\"version\":\"1,2,1\","
-    "\n\"layer_count\":\"1,2,0\"}"
-    ",\n\"layers\":{\n\"file\":\"0,0,0\",\n\"offset\":\"4096,4146,4126\","
-    "\n\"bytes\":\"30,30,14\",\n\"crc32c\":\"fedcba980000000189abcdef\","
+    "\n\"shape\":\"15;6,5;6,5;\"" FROM_SHAPE_TO_BYTES
+    "\"30,30,14\",\n\"crc32c\":\"fedcba980000000189abcdef\","
     "\n\"row\":\"0,0,4\",\n\"rows\":[null,null,\"1,1,1,1\"]}}\n";
 
 static bool is(const mls_row_range *extent, size_t begin, size_t count, size_t at)
@@ -56,39 +57,56 @@ TEST(overlays_round_trip)
 
 TEST(inconsistent_overlays_are_refused)
 {
+#define ROWS_ALTERNATE                                                                   \
+    "\"rows\" must alternate numbers of skipped and stored rows, at most as many "       \
+    "as the shard has"
 #define ROWS "[null,null,\"1,1,1,1\"]"
     static const lie lies[] = {
-        {"1,2,0", "1,2,1", "w", "too few layers"},
-        {"1,2,0", "1,1,0", "", "more values"},
-        {"1,2,0", "1,17,0", "w", "range"},
-        {"1,2,0", "1,2", "w", "one value for each"},
-        {"0,0,4", "0,0,0", "w", "without \"row\""},
-        {"0,0,4", "0,4,4", "w", "without \"rows\""},
-        {ROWS, "[null,null]", "", "one value for each"},
+        {"\"part\":\"0,0,1\"", "\"part\":\"0,0,0\"", "w", "\"part\" appears twice"},
+        {"1,2,0", "1,2,1", "w", "\"layer_count\" has too few layers for the shards"},
+        {"1,2,0", "1,1,0", "", EXTRA("file")},
+        {"1,2,0", "1,17,0", "w", OUT_OF_RANGE("layer_count")},
+        {"1,2,0", "1,2", "w", TOO_FEW("layer_count")},
+        {"0,0,4", "0,0,0", "w", "\"rows\" is not allowed in a layer without \"row\""},
+        {"0,0,4", "0,4,4", "w", "\"row\" is not allowed in a layer without \"rows\""},
+        {ROWS, "[null,null]", "", TOO_FEW("rows")},
         {",\n\"row\":\"0,0,4\",\n\"rows\":" ROWS, "", "w",
-         "only the first layer is full"},
-        {"0,0,4", "0,0,5", "w",
-         "\"rows\" must alternate"}, /* there are only three of them */
-        {"\"1,1,1,1\"", "\"1,1,1\"", "w", "\"rows\" must alternate"},
-        {"\"1,1,1,1\"", "\"1,1,0,1\"", "w", "\"rows\" must alternate"},
-        {"\"1,1,1,1\"", "\"1,1,1,2\"", "w", "\"rows\" must alternate"},
-        {"\"1,1,1,1\"", "[1,1,1,1]", "w", "not a string"},
-        {"30,30,14", "30,30,12", "w", "\"bytes\" does not match"},
-        {"4096,4146,4126", "4096,4171,4126", "w", "length of the file"},
-        {"4096,4146,4126", "4096,4139,4126", "w", "overlaps another layer"},
-        {"4096,4146,4126", "4096,4090,4126", "v", "another shard"},
-        {"0189abcdef\"", "0189abcde\"", "", "one value for each"},
+         "\"row\" is missing: only the first layer is full"},
+        {"0,0,4", "0,0,5", "w", ROWS_ALTERNATE}, /* there are only three of them */
+        {"\"1,1,1,1\"", "\"1,1,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"1,1,0,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"1,1,1,2\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"18446744073709551615,2\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"18446744073709551616,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"1,1,-1,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"1, 1,1,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"4,1\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "\"\"", "w", ROWS_ALTERNATE},
+        {"\"1,1,1,1\"", "[1,1,1,1]", "w", "\"rows\" is not a string"},
+        {"30,30,14", "30,30,12", "w",
+         "\"bytes\" does not match the elements or frames of the layer"},
+        {"4096,4146,4126", "4096,4171,4126", "w", BEYOND_FILE},
+        {"4096,4146,4126", "4096,4139,4126", "w",
+         "\"offset\" overlaps another layer of the shard"},
+        {"4096,4146,4126", "4096,4090,4126", "v",
+         "\"offset\" overlaps another shard in the file"},
+        {"0189abcdef\"", "0189abcde\"", "", TOO_FEW("rows")},
         /* compressed in part, or by an unknown codec */
-        {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"]", "w", "without \"frames\""},
-        {ROWS, ROWS ",\"frames\":[null,null,\"14\"]", "w", "without \"codec\""},
+        {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"]", "w",
+         "\"codec\" is not allowed in a layer without \"frames\""},
+        {ROWS, ROWS ",\"frames\":[null,null,\"14\"]", "w",
+         "\"frames\" is not allowed in a layer without \"codec\""},
         {ROWS, ROWS ",\"codec\":[null,null,\"zap\"],\"frames\":[null,null,\"14\"]", "w",
-         "use a newer one"},
+         "\"codec\" is unknown to this version of mlstate: use a newer one"},
         {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"],\"frames\":[null,null,\"15\"]", "w",
-         "\"frames\" must have"},
+         "\"frames\" must have a length for each MiB of the layer's elements"},
         {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"],\"frames\":[null,null,\"13\"]", "w",
-         "\"bytes\" does not match"},
+         "\"bytes\" does not match the elements or frames of the layer"},
         /* without elements, a full layer among several would have no bytes */
-        {"15;6,5;6,5;", "15;0,5;6,5;", "w", "\"bytes\" does not match"},
+        {"6,5;6,5;\"" FROM_SHAPE_TO_BYTES "\"30,30,14\",\n\"crc32c\":\"fedcba9800000001",
+         "0,5;6,5;\"" FROM_SHAPE_TO_BYTES "\"30,0,14\",\n\"crc32c\":\"fedcba9800000000",
+         "w", "\"bytes\" must not be 0 in one of several layers"},
+        {"15;6,5;6,5;", "15;0,5;6,5;", "w", WRONG_BYTES},
     };
     CHECK_LIES(lies);
 }

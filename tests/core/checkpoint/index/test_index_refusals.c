@@ -36,31 +36,36 @@ TEST(unmodified_index_is_accepted)
 TEST(other_documents_are_refused)
 {
     static const lie lies[] = {
-        {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.index \"", "", "format"},
-        {"\"format_version\":3", "\"format_version\":4", "", "\"format_version\" 4 is"},
-        {"\"format_version\":3", "\"format_version\":true", "", "not a number"},
-        {"\"format_version\":3,", "", "", "missing"},
+        {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.index \"", "",
+         "\"format\" is not \"mlstate.index\""},
+        {"\"format_version\":3", "\"format_version\":4", "",
+         "\"format_version\" 4 is not supported: this mlstate reads version 3"},
+        {"\"format_version\":3", "\"format_version\":true", "",
+         "\"format_version\" is not a number"},
+        {"\"format_version\":3,", "", "", "\"format_version\" is missing"},
         /* a later version may lack any other member */
         {"\"format_version\":3,\n\"generation\"", "\"format_version\":4,\"g\"", "",
-         "version 3"},
-        {"\"rank\":3", "\"x\":[[[[[[[[]]]]]]]],\"rank\":3", "", "deep"},
+         "\"format_version\" 4 is not supported: this mlstate reads version 3"},
+        {"\"rank\":3", "\"x\":[[[[[[[[]]]]]]]],\"rank\":3", "",
+         "JSON is nested more than 8 levels deep"},
     };
     CHECK_LIES(lies);
 }
 
 TEST(bad_head_members_are_refused)
 {
+#define NO_GENERATION "\"generation\" is not 16 hexadecimal digits"
     static const lie lies[] = {
-        {"0123456789abcdef", "0123456789abcdef0", "", "16"},
-        {"0123456789abcdef", "0123456789abcdeF", "", "16"},
-        {"0123456789abcdef", "Z123456789abcdef", "", "16"},
-        {"\"rank\":3", "\"rank\":4", "", "range"},
-        {"\"world_size\":4", "\"world_size\":3", "", "range"},
-        {"\"world_size\":4", "\"world_size\":16777217", "", "range"},
-        {"\"files\":{", "\"files\":[],\"old\":{", "", "not an object"},
-        {"\"kinds\":[", "\"kinds\":{},\"old\":[", "", "not an array"},
-        {"\"kinds\":[", "\"kinds\":[null,", "", "must contain objects"},
-        {"\"kinds\":[", "\"kinds\":[{},", "", "missing"},
+        {"0123456789abcdef", "0123456789abcdef0", "", NO_GENERATION},
+        {"0123456789abcdef", "0123456789abcdeF", "", NO_GENERATION},
+        {"0123456789abcdef", "Z123456789abcdef", "", NO_GENERATION},
+        {"\"rank\":3", "\"rank\":4", "", OUT_OF_RANGE("rank")},
+        {"\"world_size\":4", "\"world_size\":3", "", OUT_OF_RANGE("rank")},
+        {"\"world_size\":4", "\"world_size\":16777217", "", OUT_OF_RANGE("world_size")},
+        {"\"files\":{", "\"files\":[],\"old\":{", "", "\"files\" is not an object"},
+        {"\"kinds\":[", "\"kinds\":{},\"old\":[", "", "\"kinds\" is not an array"},
+        {"\"kinds\":[", "\"kinds\":[null,", "", "\"kinds\" must contain objects"},
+        {"\"kinds\":[", "\"kinds\":[{},", "", "\"section\" is missing"},
     };
     CHECK_LIES(lies);
 }
@@ -68,51 +73,71 @@ TEST(bad_head_members_are_refused)
 TEST(bad_file_entries_are_refused)
 {
     static const lie lies[] = {
-        {"params/w.safetensors", "params/../w.safetensors", "", "path"},
-        {"\"params/w.safetensors\"", "7", "", "not a string"},
-        {"\"params/w.safetensors\",", "", "", "more values"},
-        {"\"path\":[", "\"path\":[\"params/v.safetensors\",", "", "one value for each"},
-        {"1052720,4120", "7,4120", "", "range"},
-        {"1052720,4120", "9223372036854775808,4120", "", "range"},
-        {"1052720,4120", "1052695,4120", "w", "length of the file"},
-        {"1052720,4120", "1052720,4120,", "", "more values"},
-        {"\"0123456789abcdef\"}", "\"0123456789abcde\"}", "", "8 digits"},
-        {"\"0123456789abcdef\"}", "\"0123456789abcdef0\"}", "", "more values"},
-        {"\"0123456789abcdef\"}", "\"0123456A89abcdef\"}", "", "8 hex"},
-        {"optim_state/w.safetensors", "params/w.safetensors", "", "twice"},
+        {"params/w.safetensors", "params/../w.safetensors", "",
+         "\"path\" is not the path of a shard file"},
+        {"\"params/w.safetensors\"", "7", "", "\"path\" is not a string"},
+        {"\"params/w.safetensors\",", "", "", EXTRA("bytes")},
+        {"\"path\":[", "\"path\":[\"params/v.safetensors\",", "", TOO_FEW("bytes")},
+        {"1052720,4120", "7,4120", "", OUT_OF_RANGE("bytes")},
+        {"1052720,4120", "9223372036854775808,4120", "", OUT_OF_RANGE("bytes")},
+        {"1052720,4120", "1052695,4120", "w", BEYOND_FILE},
+        {"1052720,4120", "1052720,4120,", "", EXTRA("bytes")},
+        {"\"0123456789abcdef\"}", "\"0123456789abcde\"}", "",
+         "\"header_crc32c\" must have 8 digits for each of its values"},
+        {"\"0123456789abcdef\"}", "\"0123456789abcdef0\"}", "", EXTRA("header_crc32c")},
+        {"\"0123456789abcdef\"}", "\"0123456A89abcdef\"}", "", NO_HEX("header_crc32c")},
+        {"optim_state/w.safetensors", "params/w.safetensors", "",
+         "\"path\" appears twice among the files"},
     };
     CHECK_LIES(lies);
 }
 
 TEST(bad_shard_kinds_are_refused)
 {
-#define F32 "\"section\":\"params\",\"dtype\":\"F32\""
+#define NO_AXES "\"axes\" must contain only axes or null"
+#define F32     "\"section\":\"params\",\"dtype\":\"F32\""
     static const lie lies[] = {
-        {F32, "\"section\":\"param\",\"dtype\":\"F32\"", "", "section"},
-        {F32, F32 ",\"state\":\"m\"", "", "state"},
-        {"\"state\":\"col\"", "\"state\":\"c.l\"", "", "dot"},
-        {"\"state\":\"m\",", "", "x.y", "dot"},
-        {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "", "dtype"},
-        {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "", "tier"},
-        {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w", "one entry for each dim"},
-        {"\"axes\":[null,1]", "\"axes\":[null,16]", "", "must contain only axes"},
+        {F32, "\"section\":\"param\",\"dtype\":\"F32\"", "",
+         "\"section\" is not \"params\", \"optim_state\" or \"states\""},
+        {F32, F32 ",\"state\":\"m\"", "",
+         "\"state\" outside the section \"optim_state\""},
+        {"\"state\":\"col\"", "\"state\":\"c.l\"", "", "\"state\" has a dot"},
+        {"\"state\":\"m\",", "", "x.y", "\"name\" has a dot"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "", "\"dtype\" is unknown"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"f32\"", "", "\"dtype\" is unknown"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"F3\"", "", "\"dtype\" is unknown"},
+        {"\"dtype\":\"F32\"", "\"dtype\":32", "", "\"dtype\" is not a string"},
+        {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "",
+         "\"tier\" is not \"hot\", \"warm\" or \"cold\""},
+        {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w",
+         "\"axes\" must have one entry for each dimension of the shape"},
+        {"\"axes\":[null,1]", "\"axes\":[null,16]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":[null,-2]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":[null,\"1\"]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":[null,true]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":[[],1]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":[null,18446744073709551616]", "", NO_AXES},
+        {"\"axes\":[null,1]", "\"axes\":{\"0\":0}", "", "\"axes\" is not an array"},
     };
     CHECK_LIES(lies);
 }
 
+#define NO_PART "\"layout\" is invalid or does not have this part"
+#define NO_FIT  "\"layout\" does not fit the shape"
+
 TEST(bad_shards_are_refused)
 {
     static const lie lies[] = {
-        {"\"name\":[", "\"name\":[\"v\",", "x.y", "one value for each"},
-        {"\"name\":[\"long\",", "\"name\":[", "", "more values"},
-        {"\"w\",\"w\"", "null,\"w\"", "", "not a string"},
-        {"0,1,2,3", "0,4,2,3", "w", "is not one of the kinds"},
-        {"1,7,2,1", "1,0,2,1", "w", "range"},
-        {"1,7,2,1", "1,9223372036854775808,2,1", "w", "range"},
-        {"1,7,2,1", "1,7,2,1,1", "", "more values"},
-        {"0,5,0,2", "0,6,0,2", "w", "layout"},
-        {"0,5,0,2", "0,9223372036854775808,0,2", "w", "range"},
-        {"0,5,0,2", "0,5,0", "x.y", "one value for each"},
+        {"\"name\":[", "\"name\":[\"v\",", "x.y", TOO_FEW("kind")},
+        {"\"name\":[\"long\",", "\"name\":[", "", EXTRA("kind")},
+        {"\"w\",\"w\"", "null,\"w\"", "", "\"name\" is not a string"},
+        {"0,1,2,3", "0,4,2,3", "w", "\"kind\" is not one of the kinds"},
+        {"1,7,2,1", "1,0,2,1", "w", OUT_OF_RANGE("version")},
+        {"1,7,2,1", "1,9223372036854775808,2,1", "w", OUT_OF_RANGE("version")},
+        {"1,7,2,1", "1,7,2,1,1", "", EXTRA("version")},
+        {"0,5,0,2", "0,6,0,2", "w", NO_PART},
+        {"0,5,0,2", "0,9223372036854775808,0,2", "w", OUT_OF_RANGE("part")},
+        {"0,5,0,2", "0,5,0", "x.y", TOO_FEW("part")},
     };
     CHECK_LIES(lies);
 }
@@ -120,34 +145,53 @@ TEST(bad_shards_are_refused)
 TEST(bad_shapes_are_refused)
 {
     static const lie lies[] = {
-        {";2;", ";2", "x.y", "\";\""},
-        {";2;", ";2;2;", "", "more values"},
-        {"4,6", "4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", "w", "many"},
-        {"4,6", "4294967296,4294967296", "w", "memory"},
-        {"4,6", "0,9223372036854775807", "w", "memory"},
-        {"4,6", "4,9", "w", "bytes"},
-        {"4,6", "", "w", "layout"},
-        {"1048577,16,", "1048577,15,", "w", "bytes"},
-        {"1048577,16,", "1048577,17,", "w", "bytes"},
-        {"1048577,16,", "1048577,96,", "w", "length of the file"},
-        {"24,0\"", "24,8\"", "x.y", "length of the file"},
+        {";2;", ";2", "x.y", "\"shape\" must have a \";\" after each shape"},
+        {";2;", ";2;2;", "", EXTRA("shape")},
+        {"4,6", "4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", "w",
+         "\"shape\" has too many dimensions"},
+        {"4,6", "4294967296,4294967296", "w", "\"shape\" is larger than memory"},
+        {"4,6", "0,9223372036854775807", "w", "\"shape\" is larger than memory"},
+        {"4,6", "4,9", "w", WRONG_BYTES},
+        {"4,6", "", "w", NO_FIT},
+        {"1048577,16,", "1048577,15,", "w", WRONG_BYTES},
+        {"1048577,16,", "1048577,17,", "w", WRONG_BYTES},
+        {"1048577,16,", "1048577,96,", "w", BEYOND_FILE},
+        {"24,0\"", "24,8\"", "x.y", BEYOND_FILE},
     };
     CHECK_LIES(lies);
 }
 
 TEST(bad_layouts_are_refused)
 {
-#define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
+#define NO_STEP "\"layout\" has a step that is not [axis or name, parts]"
+#define LAYOUT  "\"layout\":[[0,2],[\"flat\",3]]"
     static const lie lies[] = {
-        {LAYOUT, "\"layout\":\"rows\"", "", "not an array"},
-        {LAYOUT, "\"layout\":[[0]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,6,1]]", "", "step"},
-        {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "", "step"},
-        {LAYOUT, "\"layout\":[[\"rows\",6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[16,6]]", "", "step"},
-        {LAYOUT, "\"layout\":[[0,5]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[[2,6]]", "w", "layout"},
-        {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "", "many"},
+        {LAYOUT, "\"layout\":\"rows\"", "", "\"layout\" is not an array"},
+        {LAYOUT, "\"layout\":[[0]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0,6,1]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[\"rows\",6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[16,6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[-1,6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0,0]]", "w", NO_PART},
+        {LAYOUT, "\"layout\":[[0,-1]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0,\"6\"]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0,6.0]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0,18446744073709551616]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[null,6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[true,6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[0.0,6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[\"\",6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[[0],6]]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[0,6]", "", NO_STEP},
+        {LAYOUT, "\"layout\":[[\"flat\",3],[0,2]]", "w", NO_PART},
+        {LAYOUT, "\"layout\":[[\"flat\",3],[\"flat\",2]]", "w", NO_PART},
+        {LAYOUT, "\"layout\":[[0,9223372036854775808],[1,2]]", "w", NO_FIT},
+        {LAYOUT, "\"layout\":[[0,4294967296],[1,4294967296]]", "w", NO_FIT},
+        {LAYOUT, "\"layout\":[[0,5]]", "w", NO_PART},
+        {LAYOUT, "\"layout\":[[2,6]]", "w", NO_FIT},
+        {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "",
+         "\"layout\" has too many steps"},
     };
     CHECK_LIES(lies);
 }
@@ -156,29 +200,38 @@ TEST(bad_byte_ranges_are_refused)
 {
 #define OFFSETS "4096,1052680,4096,4120"
     static const lie lies[] = {
-        {"0,0,1,1", "0,2,1,1", "w", "files"},
-        {"0,0,1,1", "0,0,1,1,1", "", "more values"},
-        {OFFSETS, "4096,7,4096,4120", "w", "range"},
-        {OFFSETS, "4096,1052705,4096,4120", "w", "length of the file"},
-        {OFFSETS, "4096,9223372036854775808,4096,4120", "w", "range"},
-        {OFFSETS, "4096,4088,4096,4120", "long", "overlaps another"},
+        {"0,0,1,1", "0,2,1,1", "w", "\"file\" is not one of the files"},
+        {"0,0,1,1", "0,0,1,1,1", "", EXTRA("file")},
+        {OFFSETS, "4096,7,4096,4120", "w", OUT_OF_RANGE("offset")},
+        {OFFSETS, "4096,1052705,4096,4120", "w", BEYOND_FILE},
+        {OFFSETS, "4096,9223372036854775808,4096,4120", "w", OUT_OF_RANGE("offset")},
+        {OFFSETS, "4096,4088,4096,4120", "long",
+         "\"offset\" overlaps another shard in the file"},
+        {OFFSETS, "4096,1052680,4096,18446744073709551592", "x.y",
+         OUT_OF_RANGE("offset")},
     };
     CHECK_LIES(lies);
 }
 
 TEST(bad_checksums_are_refused)
 {
-#define CRCS   "11111111fedcba980000000100000000"
-#define BLOCKS ",\n\"blocks\":\"2222222233333333\""
+#define NO_BLOCKS "\"blocks\" must have 8 digits for each MiB of the layers"
+#define CRCS      "11111111fedcba980000000100000000"
+#define BLOCKS    ",\n\"blocks\":\"2222222233333333\""
     static const lie lies[] = {
-        {CRCS, "11111111fedcba9g0000000100000000", "w", "8 hex"},
-        {CRCS, "11111111fedcba9800000001", "x.y", "too few layers"},
-        {CRCS, CRCS "00000000", "", "more values"},
-        {CRCS, "11111111fedcba980000000100000001", "x.y", "an empty layer"},
-        {BLOCKS, "", "long", "MiB"},
-        {"2222222233333333", "222222223333333", "long", "MiB"},
-        {"2222222233333333", "22222222333333334", "", "more values"},
-        {"2222222233333333", "222222223333333A", "long", "hexadecimal"},
+        {CRCS, "11111111fedcba9g0000000100000000", "w", NO_HEX("crc32c")},
+        {CRCS, "11111111FEDCBA980000000100000000", "w", NO_HEX("crc32c")},
+        {CRCS, "11111111 edcba980000000100000000", "w", NO_HEX("crc32c")},
+        {CRCS, "111111110xdcba980000000100000000", "w", NO_HEX("crc32c")},
+        {CRCS, "11111111fedcba9800000001", "x.y",
+         "\"crc32c\" has too few layers for the shards"},
+        {CRCS, CRCS "00000000", "", EXTRA("crc32c")},
+        {CRCS, "11111111fedcba980000000100000001", "x.y",
+         "\"crc32c\" of an empty layer must be 00000000"},
+        {BLOCKS, "", "long", NO_BLOCKS},
+        {"2222222233333333", "222222223333333", "long", NO_BLOCKS},
+        {"2222222233333333", "22222222333333334", "", EXTRA("blocks")},
+        {"2222222233333333", "222222223333333A", "long", NO_HEX("blocks")},
     };
     CHECK_LIES(lies);
 }
