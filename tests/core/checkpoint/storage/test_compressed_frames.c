@@ -42,8 +42,23 @@ TEST(frame_lengths_become_end_offsets)
 
 TEST(malformed_frame_lengths_are_refused)
 {
-    static const char *const bad[] = {"",    "5",   "5,5,5", "5,5,",     "5,5 ",
-                                      "0,5", "5,0", "5,101", "1048577,5"};
+    static const char *const bad[] = {"",
+                                      "5",
+                                      "5,5,5",
+                                      "5,5,",
+                                      "5,5 ",
+                                      "0,5",
+                                      "5,0",
+                                      "5,101",
+                                      "1048577,5",
+                                      "-1,5",
+                                      "5, 5",
+                                      "05,5",
+                                      "1e3,5.0",
+                                      ",",
+                                      ",,,",
+                                      "18446744073709551617,5",
+                                      "18446744073709551615,2"};
     CHECK(reads_as("5,5", FRAME + 100, NULL) &&
           reads_as("1048576,100", FRAME + 100, NULL));
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
