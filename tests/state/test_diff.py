@@ -1,6 +1,7 @@
 """Comparing states: names, shapes and dtypes, and elements compared with NumPy."""
 
 import collections
+import math
 
 import numpy as np
 import pytest
@@ -187,6 +188,12 @@ def test_non_states_are_refused(compare):
 # ---- elements ----
 
 
+def modulus(number):
+    """Return the absolute value; of a complex number, as the square root of a sum of squares."""
+    is_complex = isinstance(number, complex)
+    return math.sqrt(number.real**2 + number.imag**2) if is_complex else abs(number)
+
+
 def measured(a, b):
     """The expected result of `diff`, in NumPy and Python numbers."""
     changed = nan = 0
@@ -203,8 +210,8 @@ def measured(a, b):
         if kind is not int and (np.isinf(p) or np.isinf(q)):
             distance = relative = np.inf
         else:
-            distance = float(abs(p - q))
-            largest = max(abs(p), abs(q))
+            distance = float(modulus(p - q))
+            largest = max(modulus(p), modulus(q))
             relative = distance / float(largest) if largest else 0.0
         max_abs, max_rel = max(max_abs, distance), max(max_rel, relative)
     return changed, nan, max_abs, max_rel
@@ -242,6 +249,45 @@ def test_elements_are_measured_as_numpy_would(pair):
         assert (change.name, change.changed, change.size, change.nan) == ("w", changed, a.size, nan)
         assert change.max_abs == pytest.approx(max_abs, rel=1e-12, abs=0)
         assert change.max_rel == pytest.approx(max_rel, rel=1e-6)
+
+
+def edge_values(dtype):
+    """All 8-bit numbers; or zeros, subnormals, ones, the largest numbers, infinities and NaNs."""
+    if dtype.kind == "c":
+        parts = [0, -0.0, 1, 3, 4, 3e38, 2.0**-149, np.inf, -np.inf, np.nan]
+        return np.array([complex(x, y) for x in parts for y in parts], dtype)
+    if dtype.kind == "b":
+        return np.array([False, True])
+    bits = 8 * dtype.itemsize
+    codes = np.dtype(f"u{dtype.itemsize}")
+    if bits == 8:
+        return np.arange(256, dtype=codes).view(dtype)
+    near = {0, 2 ** (bits - 1)}
+    if dtype.kind not in "iu":
+        positive = np.array([1, 1.5, np.inf, np.nan, ml_dtypes.finfo(dtype).max], dtype)
+        near |= {int(code) for code in positive.view(codes)} | {int(positive[0].view(codes)) // 2}
+    every = {code + step for code in near for step in (-2, -1, 0, 1, 2)}
+    every |= {code + 2 ** (bits - 1) for code in every}
+    return np.array(sorted({code % 2**bits for code in every}), codes).view(dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("f2", "f4", "f8", "c8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "bfloat16"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    ],
+)
+def test_pairs_of_edge_values_are_measured_exactly(dtype):
+    values = edge_values(np.dtype(dtype))
+    for others in (np.roll(values, step) for step in range(0, len(values), len(values) // 60 + 1)):
+        pairs = {str(i): (values[i : i + 1], others[i : i + 1]) for i in range(len(values))}
+        first, second = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+        changes = {
+            c.name: (c.changed, c.nan, c.max_abs, c.max_rel) for c in diff(first, second).changes
+        }
+        for name, pair in pairs.items():
+            assert changes.get(name, (0, 0, 0, 0)) == measured(*pair), pair
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"])
