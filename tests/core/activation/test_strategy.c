@@ -71,7 +71,8 @@ TEST(memory_aware_restores_valid_states_only)
     make(0, 0.8);
     CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &status) == MLS_OK);
     CHECK(s.interval == 7 && s.high_count == 3 && mls_strategy_is_due(&s, SECONDS(100)));
-    CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_strategy_restore(&s, 9, 0, 0, 0, &status), MLS_E_VALUE,
+                "no state of a strategy: 9 layers, interval 0, 0 times high pressure");
     CHECK(mls_strategy_restore(&s, 9, 11, 0, 0, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 2, 0, -1, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 2, INT64_MAX, 0, &status) == MLS_E_VALUE);

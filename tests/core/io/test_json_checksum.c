@@ -105,8 +105,8 @@ TEST(a_text_without_a_checksum_is_refused)
         "[\"checksum\",\"00000000\",\"a\",1]     ",
     };
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
-        CHECK(mls_json_checksum_check(texts[i], strlen(texts[i]), crc, &status) ==
-              MLS_E_FORMAT);
+        CHECK_FAILS(mls_json_checksum_check(texts[i], strlen(texts[i]), crc, &status),
+                    MLS_E_FORMAT, "the text does not start with its checksum");
         CHECK(status.has_offset && status.offset == 0);
         CHECK_TEXT(status.expected, "{\"checksum\":\"xxxxxxxx\"");
     }

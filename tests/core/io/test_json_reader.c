@@ -343,7 +343,8 @@ TEST(the_number_of_values_is_bounded)
     CHECK(mls_json_parse("[1,2]", 5, few, &doc, &status) == MLS_OK);
     mls_json_free(doc);
     doc = NULL;
-    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_json_parse("[1,2,3]", 7, few, &doc, &status), MLS_E_FORMAT,
+                "JSON has more than 3 values");
     CHECK(status.offset == 5 && doc == NULL);
 }
 

@@ -94,7 +94,8 @@ TEST(a_ring_is_filled_or_refused)
                                counters[i][1], counters[i][2],
                                &status) == MLS_E_CAPACITY);
     }
-    CHECK(mls_kv_ring_fill(&copy, kernels(), &tokens, 2, 0, 0, &status) == MLS_E_SHAPE);
+    CHECK_FAILS(mls_kv_ring_fill(&copy, kernels(), &tokens, 2, 0, 0, &status),
+                MLS_E_SHAPE, "the slots have 20 positions, the cache 7");
     CHECK(mls_kv_ring_fill(&copy, kernels(), &copy.slots, 2, 0, 0, &status) ==
           MLS_E_OVERLAP);
     CHECK(copy.oldest == 15 && copy.next == 17 && copy.evicted == 13);
@@ -134,6 +135,8 @@ TEST(borrowed_slots_are_the_same_ring)
     CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, 2, &status) == MLS_OK);
     CHECK(mls_kv_ring_length(&empty) == 0);
     slots.shape[1] = 7;
-    CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, 0, &status) == MLS_E_CAPACITY);
+    CHECK_FAILS(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, 0, &status), MLS_E_CAPACITY,
+                "7 sinks leave no room for other tokens in a capacity of 7: use fewer "
+                "sinks or a larger capacity");
     CHECK(refused.slots.rank == 0);
 }

@@ -46,6 +46,7 @@ TEST(poll_stops_the_planner)
     const mls_poll no = {stop_after_calls, &left};
     chain_of(&c, 3, 100, 1);
     REQUIRE(set_costs(&c.chain, 10000, 0, false) == MLS_OK);
-    CHECK(mls_plan_compute_needs(&costs, no, &needs, &status) == MLS_E_STOPPED);
+    CHECK_FAILS(mls_plan_compute_needs(&costs, no, &needs, &status), MLS_E_STOPPED,
+                "planning was stopped");
     CHECK(needs.memory == NULL);
 }

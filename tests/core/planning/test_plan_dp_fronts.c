@@ -46,7 +46,10 @@ TEST(size_limit_and_poll_stop_the_fronts)
     const mls_poll soon = {stop_after_calls, &left};
     chain_of(&c, 20, 100000, 9);
     REQUIRE(set_costs(&c.chain, 2000000, 0, false) == MLS_OK);
-    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, no_poll, &fronts, &status) == MLS_E_SIZE);
+    CHECK_FAILS(mls_plan_dp_fronts(&costs, 100, NULL, no_poll, &fronts, &status),
+                MLS_E_SIZE,
+                "a plan of 20 blocks to the byte needs more than 100 points: choose a "
+                "number of slots");
     CHECK(fronts.fronts == NULL);
     CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &status) ==
           MLS_E_STOPPED);

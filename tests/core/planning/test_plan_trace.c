@@ -31,8 +31,9 @@ TEST(a_budget_decides_whether_blocks_run_again)
     CHECK(count_steps(&schedule, MLS_STEP_FORWARD) > 0);
     mls_schedule_fini(&schedule);
     costs.budget--;
-    CHECK(mls_plan_trace(&costs, mls_plan_needs_value, &needs, no_poll, &schedule,
-                         &status) == MLS_E_CAPACITY);
+    CHECK_FAILS(
+        mls_plan_trace(&costs, mls_plan_needs_value, &needs, no_poll, &schedule, &status),
+        MLS_E_CAPACITY, "blocks 0 to 2 do not fit into the budget");
     mls_plan_needs_fini(&needs);
 }
 

@@ -62,6 +62,7 @@ TEST(poll_stops_the_search)
     const mls_search_limits limits = {
         .offload = true, .poll = {.go_on = stop_after_calls, .context = &left}};
     mls_search_result search_result = {.states = 77};
-    CHECK(mls_search_least(&r.chain, &limits, &search_result, &status) == MLS_E_STOPPED);
+    CHECK_FAILS(mls_search_least(&r.chain, &limits, &search_result, &status),
+                MLS_E_STOPPED, "the search was stopped");
     CHECK(search_result.states == 77 && left == -1);
 }

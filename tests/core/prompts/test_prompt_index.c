@@ -112,7 +112,8 @@ TEST(an_empty_index_has_no_entry)
     mls_prompt_index index = {0};
     const mls_prompt_key key = key_of(1);
     CHECK(mls_prompt_index_find(&index, &key) == MLS_PROMPT_NONE);
-    CHECK(mls_prompt_index_reserve(&index, SIZE_MAX, &status) == MLS_E_SIZE);
+    CHECK_FAILS(mls_prompt_index_reserve(&index, SIZE_MAX, &status), MLS_E_SIZE,
+                "a prompt store has too many records");
     CHECK(mls_prompt_index_pack(&index, &status) == MLS_OK);
     mls_prompt_index_fini(&index);
 }

@@ -26,7 +26,8 @@ TEST(token_ids_of_all_integers_are_taken_and_others_refused)
     CHECK(tokens[0] == 1 && tokens[1] == UINT32_MAX);
     mls_free(tokens);
     view = vector_of(wide + 1, MLS_I64, 2);
-    CHECK(mls_prompt_tokens(&view, &tokens, &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_prompt_tokens(&view, &tokens, &status), MLS_E_VALUE,
+                "token 1 is not in 0 .. 2**32 - 1");
     view = vector_of(wide + 3, MLS_U64, 1);
     CHECK(mls_prompt_tokens(&view, &tokens, &status) == MLS_E_VALUE);
     view = vector_of(narrow, MLS_I32, 2);
@@ -36,9 +37,11 @@ TEST(token_ids_of_all_integers_are_taken_and_others_refused)
     CHECK(tokens[1] == UINT32_MAX);
     mls_free(tokens);
     view = vector_of(values, MLS_F32, 1);
-    CHECK(mls_prompt_tokens(&view, &tokens, &status) == MLS_E_DTYPE);
+    CHECK_FAILS(mls_prompt_tokens(&view, &tokens, &status), MLS_E_DTYPE,
+                "token ids must be integers of 32 or 64 bits, got float32");
     view = matrix_of(narrow, MLS_U32, 2, 1);
-    CHECK(mls_prompt_tokens(&view, &tokens, &status) == MLS_E_SHAPE);
+    CHECK_FAILS(mls_prompt_tokens(&view, &tokens, &status), MLS_E_SHAPE,
+                "token ids must have one axis, got 2");
 }
 
 TEST(records_of_several_kinds_are_listed_by_their_ends)

@@ -128,25 +128,28 @@ TEST(the_length_of_a_header_longer_than_the_bytes_is_known)
     mls_prompt_header header;
     const size_t length = write_sample(bytes, &header);
     const mls_crc_kernels *crc = mls_crc_of(best_cpu());
-    CHECK(mls_prompt_header_parse(bytes, 130, 320, crc, &header, &status) ==
-          MLS_E_CAPACITY);
+    CHECK_FAILS(mls_prompt_header_parse(bytes, 130, 320, crc, &header, &status),
+                MLS_E_CAPACITY, "the header is longer");
     CHECK(header.header_bytes == length);
-    CHECK(mls_prompt_header_parse(bytes, 100, 320, crc, &header, &status) ==
-          MLS_E_CHECKSUM);
-    CHECK(mls_prompt_header_parse(bytes, length, 300, crc, &header, &status) ==
-          MLS_E_FORMAT);
+    CHECK_FAILS(mls_prompt_header_parse(bytes, 100, 320, crc, &header, &status),
+                MLS_E_CHECKSUM, "no record starts here");
+    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 300, crc, &header, &status),
+                MLS_E_FORMAT, "the lengths of a record are invalid");
 }
 
 TEST(counts_beyond_the_limits_are_refused)
 {
     mls_prompt_header header = {.token_count = MLS_PROMPT_MAX_TOKENS + 1};
-    CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_prompt_header_sizes(&header, 0, &status), MLS_E_VALUE,
+                "a record has 65537 tokens, 0 parts and 0 bytes of meta: more than a "
+                "header can hold");
     header = (mls_prompt_header){.meta_bytes = MLS_PROMPT_MAX_META + 1};
     CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_E_VALUE);
     header = (mls_prompt_header){.part_count = MLS_PROMPT_MAX_PARTS + 1};
     CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_E_VALUE);
     header = (mls_prompt_header){0};
-    CHECK(mls_prompt_header_sizes(&header, UINT64_MAX, &status) == MLS_E_SIZE);
+    CHECK_FAILS(mls_prompt_header_sizes(&header, UINT64_MAX, &status), MLS_E_SIZE,
+                "a record of 18446744073709551615 bytes is too large");
     CHECK(mls_prompt_header_sizes(&header, (uint64_t)1 << 39, &status) == MLS_E_SIZE);
 }
 
@@ -172,7 +175,8 @@ TEST(heads_of_newer_versions_and_other_files_are_refused)
     mls_prompt_head_write(bytes, "abcdefgh", &head, crc);
     CHECK(mls_prompt_head_parse(bytes, "abcdefgh", crc, &out, &status) == MLS_OK);
     CHECK(out.number == 12 && memcmp(out.id, id, sizeof id) == 0);
-    CHECK(mls_prompt_head_parse(bytes, "abcdefgx", crc, &out, &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_prompt_head_parse(bytes, "abcdefgx", crc, &out, &status),
+                MLS_E_FORMAT, "not a file of a prompt store");
     bytes[40] = 1; /* the hint has no checksum */
     CHECK(mls_prompt_head_parse(bytes, "abcdefgh", crc, &out, &status) == MLS_OK);
     bytes[20] ^= 1;

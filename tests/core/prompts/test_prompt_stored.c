@@ -37,8 +37,9 @@ TEST(a_long_header_is_read_to_other_memory)
                                  &status) == MLS_OK);
     CHECK(bytes != header_buffer && header.meta_bytes == 10000);
     mls_free(bytes);
-    CHECK(mls_prompt_header_read(fd, 64, 5000, log->crc, header_buffer, &bytes, &header,
-                                 &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_prompt_header_read(fd, 64, 5000, log->crc, header_buffer, &bytes,
+                                       &header, &status),
+                MLS_E_FORMAT, "the header of a record is cut off");
     CHECK(mls_prompt_header_read(fd, 128, length - 64, log->crc, header_buffer, &bytes,
                                  &header, &status) == MLS_E_CHECKSUM);
     close(fd);
@@ -166,8 +167,9 @@ TEST(payload_checks_find_each_damaged_byte_and_can_be_stopped)
     for (size_t i = 0; i < PART_BYTES; i += 111) {
         const size_t at = 64 + header.header_bytes + i;
         flip_byte(segment_path(1), at);
-        CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer,
-                                       NULL, &status) == MLS_E_CHECKSUM);
+        CHECK_FAILS(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer,
+                                             sizeof buffer, NULL, &status),
+                    MLS_E_CHECKSUM, "part 0 of a record is damaged");
         flip_byte(segment_path(1), at);
     }
     CHECK(truncate(segment_path(1), 300) == 0);

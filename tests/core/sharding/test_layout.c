@@ -150,17 +150,21 @@ TEST(impossible_layouts_are_refused)
     const mls_layout huge = cut_twice(0, SIZE_MAX, 1, 2), rows = cut(0, 2);
     const size_t enormous[] = {SIZE_MAX, 2};
     mls_part part = {.rank = 77};
-    CHECK(mls_layout_part(&many, 2, shape, 0, &part, &status) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&none, 2, shape, 0, &part, &status) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_layout_part(&many, 2, shape, 0, &part, &status), MLS_E_VALUE,
+                "a layout has 0 to 4 steps, not 5");
+    CHECK_FAILS(mls_layout_part(&none, 2, shape, 0, &part, &status), MLS_E_VALUE,
+                "step 0 of the layout has no parts");
+    CHECK_FAILS(mls_layout_part(&negative, 2, shape, 0, &part, &status), MLS_E_VALUE,
+                "step 0 of the layout has axis -2");
     CHECK(mls_layout_part(&early, 2, shape, 0, &part, &status) == MLS_E_VALUE);
-    CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &status) == MLS_E_SHAPE);
+    CHECK_FAILS(mls_layout_part(&beyond, 2, shape, 0, &part, &status), MLS_E_SHAPE,
+                "the layout cuts axis 2 of 2 dimensions");
     CHECK(mls_layout_part(&later, 2, shape, 0, &part, &status) == MLS_E_SHAPE);
     CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &status) == MLS_E_SIZE);
     CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &status) == MLS_E_VALUE);
     CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &status) == MLS_E_SIZE);
-    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &status) ==
-          MLS_E_SHAPE);
+    CHECK_FAILS(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &status),
+                MLS_E_SHAPE, "17 dimensions: at most 16 are possible");
     CHECK(part.rank == 77);
 }
 

@@ -72,7 +72,9 @@ TEST(shapes_and_dtypes_are_refused_by_name)
     CHECK_TEXT(status.got, "(2,)");
 
     pairs[1] = pair("third", &half, &source);
-    CHECK(refusal(pairs, 2, false, &status) == MLS_E_DTYPE);
+    CHECK_FAILS(refusal(pairs, 2, false, &status), MLS_E_DTYPE,
+                "'third': the target has dtype float16, the source float32, and nothing "
+                "is converted");
     CHECK_TEXT(status.name, "third");
     CHECK_TEXT(status.expected, "float32");
     CHECK_TEXT(status.got, "float16");

@@ -55,6 +55,13 @@ static mls_status status; /* for the calls of the current test; zeroed before it
         }                                                                                \
     } while (0)
 
+/* A call with `&status` fails with this code and this whole text. */
+#define CHECK_FAILS(call, expected, text_expected)                                       \
+    do {                                                                                 \
+        CHECK((call) == (expected));                                                     \
+        CHECK_TEXT(status.text, text_expected);                                          \
+    } while (0)
+
 typedef struct runner_test {
     const char *name;
     void (*run)(void);

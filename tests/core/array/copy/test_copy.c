@@ -224,7 +224,8 @@ TEST(copy_with_wrong_shape_or_dtype_keeps_the_target)
 {
     mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
     mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
-    CHECK(mls_copy_check(&a, &b, "w", &status) == MLS_E_SHAPE);
+    CHECK_FAILS(mls_copy_check(&a, &b, "w", &status), MLS_E_SHAPE,
+                "w: the target has shape (2, 3), the source (2, 4)");
     CHECK_TEXT(status.expected, "(2, 4)");
     CHECK_TEXT(status.got, "(2, 3)");
     b.shape[1] = 3;

@@ -92,8 +92,9 @@ TEST(a_file_of_several_ranks_is_one_file)
             mls_merged_index_fini(&merged);
         }
         ranks[1].file.header_crc = 1;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &failed, &status) ==
-              MLS_E_FORMAT);
+        CHECK_FAILS(mls_merged_index_init(&merged, indexes, 2, &failed, &status),
+                    MLS_E_FORMAT,
+                    "ranks 0 and 1 have different records of the file params/x");
         CHECK(strstr(status.text, "ranks 0 and 1") != NULL && failed == indexes[1]);
         CHECK(strstr(status.text, "params/x") != NULL);
         ranks[1].file.header_crc = 0;

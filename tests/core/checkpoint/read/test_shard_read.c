@@ -502,7 +502,8 @@ TEST(failed_destination_allocation_stops_reading)
         mls_read_request request =
             request_of(m.pieces, SMALL, allowed == 0 ? NULL : four_threads);
         request.maker = &maker;
-        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_STOPPED);
+        CHECK_FAILS(mls_shards_read(&request, &failed, &status), MLS_E_STOPPED,
+                    "tensor 'weight', file 'segment-a': cancelled by the caller");
         CHECK(status.code == MLS_E_STOPPED);
     }
     m = (place_maker){.allowed = 0};

@@ -255,6 +255,6 @@ TEST(omitted_bytes_count_as_progress)
     atomic_store(&w.allowed, 0);
     fill(0, 2);
     job.generation = generations[2];
-    CHECK(mls_shards_write(&job, &t.written, &status) == MLS_E_STOPPED);
+    CHECK_FAILS(mls_shards_write(&job, &t.written, &status), MLS_E_STOPPED, "stopped");
     mls_index_fini(&first);
 }

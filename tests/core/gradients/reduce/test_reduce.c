@@ -362,7 +362,8 @@ TEST(packed_arrays_have_no_norm)
 {
     unsigned char bytes[4] = {0};
     mls_tensor t = vector_of(bytes, MLS_F4, 4);
-    CHECK(mls_norm_partial_check(&t, &status) == MLS_E_DTYPE);
+    CHECK_FAILS(mls_norm_partial_check(&t, &status), MLS_E_DTYPE,
+                "float4_e2m1fn_x2 has no norm: several elements share a byte");
     CHECK(strcmp(status.got, "float4_e2m1fn_x2") == 0);
     t.dtype = MLS_BOOL;
     CHECK(mls_norm_partial_check(&t, &status) == MLS_OK);
@@ -589,10 +590,14 @@ TEST(refused_add_leaves_destination_unchanged)
     CHECK(stays(&f, &f, 1e300, MLS_E_VALUE));
     CHECK(stays(&f, &over, 1, MLS_E_OVERLAP));
     CHECK(stays(&still, &f, 1, MLS_E_OVERLAP));
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &status) == MLS_E_DTYPE);
+    CHECK_FAILS(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &status), MLS_E_DTYPE,
+                "int32 cannot be scaled: only float16, bfloat16, float32, float64 and "
+                "complex64 can");
     CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &e, 2, &status) == MLS_E_DTYPE);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &f, (double)NAN, &status) == MLS_E_VALUE);
-    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &status) == MLS_E_OVERLAP);
+    CHECK_FAILS(mls_scale(MLS_CPU_SCALAR, NULL, &f, (double)NAN, &status), MLS_E_VALUE,
+                "float32 cannot be scaled by nan");
+    CHECK_FAILS(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &status), MLS_E_OVERLAP,
+                "an array that repeats its elements cannot be scaled");
 }
 
 /* A float64 on either side is not rounded to float32 in between. */
