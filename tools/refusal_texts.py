@@ -6,9 +6,9 @@
     refusal_texts.py --lower   take the settled texts out of refusal_texts.txt; never add one
 
 A text is a format of mls_fail, mls_fail_at or mls_fail_os in csrc/core. One test in tests/core
-checks the whole text. Tests in Python check it only in tables named REFUSALS, which prove that a
-binding passes its arguments to the rule; a text that C tests cannot reach is checked in Python
-only. `fail_each` of tests/core checks the texts of MLS_E_MEMORY.
+checks the whole text. Tests in Python check it only in rows such as (call, bad arguments, error,
+words), which prove that a binding passes its arguments to the rule; or in any way, if C tests
+cannot reach it. `fail_each` of tests/core checks the texts of MLS_E_MEMORY.
 """
 
 from __future__ import annotations
@@ -98,9 +98,11 @@ def core_texts() -> list[Text]:
         file = path.relative_to(ROOT).as_posix()
         for i, token in enumerate(row):
             if token in ("mls_fail", "mls_fail_at", "mls_fail_os") and row[i + 1] == "(":
-                if "MLS_E_MEMORY" in row[i : i + 8]:
+                call = row[i + 1 : i + 80]
+                first = next((n for n, part in enumerate(call) if part.startswith('"')), 0)
+                if "MLS_E_MEMORY" in call[:first]:
                     continue
-                for parts in join_literals(format_argument(row[i + 1 : i + 80])):
+                for parts in join_literals(format_argument(call)):
                     if re.search(r"\w", parts):
                         texts.add(Text(file, parts))
     return sorted(texts)
@@ -122,16 +124,21 @@ def constant_parts(node: ast.expr) -> list[str]:
     return [re.sub(r"\\(\W)", r"\1", part) for part in parts]
 
 
-def python_parts() -> Iterator[str]:
-    """Return the constant parts of literals in the Python tests, without tables REFUSALS."""
+def is_row(node: ast.AST) -> bool:
+    """Whether a node is a row of a table of refusals: a tuple with a class of errors."""
+    return isinstance(node, ast.Tuple) and any(
+        isinstance(item, ast.Name) and item.id.endswith("Error") for item in node.elts
+    )
+
+
+def python_parts(*, rows: bool) -> Iterator[str]:
+    """Return the constant parts of literals in the Python tests, with or without rows."""
     for path in (ROOT / "tests").rglob("*.py"):
-        tables = set()
+        left_out: set[int] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assign) and any(
-                isinstance(name, ast.Name) and name.id.endswith("REFUSALS") for name in node.targets
-            ):
-                tables.update(map(id, ast.walk(node)))
-            if id(node) not in tables and isinstance(node, ast.Constant | ast.JoinedStr):
+            if not rows and is_row(node):
+                left_out.update(map(id, ast.walk(node)))
+            if id(node) not in left_out and isinstance(node, ast.Constant | ast.JoinedStr):
                 yield from constant_parts(node)
 
 
@@ -147,9 +154,10 @@ def in_c(texts: list[Text]) -> set[Text]:
     return tested
 
 
-def in_python(texts: list[Text]) -> set[Text]:
+def in_python(texts: list[Text], *, rows: bool) -> set[Text]:
     """Return the texts whose longest constant part, or words of a part, a Python test has."""
-    identifying = {part for part in map(str.strip, python_parts()) if is_identifying(part)}
+    parts_of_tests = map(str.strip, python_parts(rows=rows))
+    identifying = {part for part in parts_of_tests if is_identifying(part)}
     joined = "\n".join(identifying)
     tested = set()
     for text in texts:
@@ -170,8 +178,11 @@ def is_identifying(part: str) -> bool:
 def unsettled() -> dict[str, list[Text]]:
     """Return the texts that both sides test, and those that neither does."""
     texts = core_texts()
-    c, python = in_c(texts), in_python(texts)
-    return {"both": sorted(c & python), "neither": sorted(set(texts) - c - python)}
+    c = in_c(texts)
+    return {
+        "both": sorted(c & in_python(texts, rows=False)),
+        "neither": sorted(set(texts) - c - in_python(texts, rows=True)),
+    }
 
 
 def main(arguments: list[str]) -> int:
