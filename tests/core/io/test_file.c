@@ -60,8 +60,11 @@ TEST(only_regular_files_are_opened_without_blocking)
     CHECK(mls_file_open(in_folder(path, "none"), &fd, &bytes, &status) == MLS_E_IO);
     CHECK(status.os_error == ENOENT);
     CHECK(mkfifo(in_folder(path, "fifo"), 0600) == 0);
-    CHECK(mls_file_open(path, &fd, &bytes, &status) == MLS_E_FORMAT);
-    CHECK(replace(path, "x", &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_file_open(path, &fd, &bytes, &status), MLS_E_FORMAT,
+                "not a regular file but a FIFO, socket or device");
+    CHECK_FAILS(
+        replace(path, "x", &status), MLS_E_VALUE,
+        "only a regular file can be replaced, not a FIFO, socket, device or link");
     CHECK(mls_file_open("/dev/null", &fd, &bytes, &status) == MLS_E_FORMAT);
     CHECK(entries() == 1);
 }
@@ -241,7 +244,8 @@ TEST(mapping_requires_the_expected_length)
                 "the file's length changed meanwhile");
     CHECK(status.has_offset && status.offset == 5 && mapping.data == NULL);
     CHECK(mls_mapping_init_at(&mapping, in, "none", false, 5, &status) == MLS_E_IO);
-    CHECK(mls_mapping_init_at(&mapping, in, "link", false, 5, &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_mapping_init_at(&mapping, in, "link", false, 5, &status),
+                MLS_E_FORMAT, "not a regular file but a symbolic link");
     REQUIRE(mls_mapping_init_at(&mapping, in, "link", true, 5, &status) == MLS_OK);
     mls_mapping_fini(&mapping);
     close(in);

@@ -213,8 +213,10 @@ TEST(values_without_a_scale_are_refused)
             fill(&s);
             s.values[100] = bad[i][0];
             s.values[101] = bad[i][1];
-            CHECK(mls_quantize(mls_kernels_of(cpu), NULL, &s.q, &s.t, &status) ==
-                  MLS_E_VALUE);
+            CHECK_FAILS(mls_quantize(mls_kernels_of(cpu), NULL, &s.q, &s.t, &status),
+                        MLS_E_VALUE,
+                        "a value is NaN or infinite, or the values of a group are too "
+                        "far apart: such groups have no scale");
         }
     }
 }

@@ -61,7 +61,8 @@ TEST(missing_pool_and_empty_work_are_accepted)
 
 TEST(impossible_thread_counts_are_refused)
 {
-    CHECK(mls_pool_new(0, &pool, &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_pool_new(0, &pool, &status), MLS_E_VALUE,
+                "0 threads: choose 1 to 64");
     CHECK(mls_pool_new(MLS_POOL_MAX_THREADS + 1, &pool, &status) == MLS_E_VALUE);
     CHECK(pool == NULL);
     REQUIRE(mls_pool_new(2, &pool, &status) == MLS_OK);

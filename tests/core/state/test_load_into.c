@@ -92,7 +92,9 @@ TEST(target_overlapping_its_source_is_refused)
     mls_tensor target = matrix_of(small, MLS_F32, 8, 8);
     mls_tensor source = matrix_of(small + 128, MLS_F32, 8, 8);
     mls_load_into_pair overlapping = pair("weight", &target, &source);
-    CHECK(refusal(&overlapping, 1, true, &status) == MLS_E_OVERLAP);
+    CHECK_FAILS(refusal(&overlapping, 1, true, &status), MLS_E_OVERLAP,
+                "'weight': the target shares memory with its own source but is another "
+                "view of it: load from a copy");
     CHECK_TEXT(status.name, "weight");
     CHECK(strstr(status.text, "its own source") != NULL);
     source = target; /* transposed, byte-swapped, or of another kind: no longer the same
@@ -116,7 +118,8 @@ TEST(target_sharing_memory_with_a_source_is_refused_with_both_names)
     const mls_tensor c = matrix_of(small + 2048, MLS_F32, 8, 8);
     const mls_tensor over_c = matrix_of(small + 2048 + 252, MLS_F32, 8, 8);
     const mls_load_into_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
-    CHECK(refusal(swapped, 2, false, &status) == MLS_E_OVERLAP);
+    CHECK_FAILS(refusal(swapped, 2, false, &status), MLS_E_OVERLAP,
+                "'a': the target shares memory with the source of 'b': load from a copy");
     CHECK_TEXT(status.name, "a");
     CHECK(strstr(status.text, "'a'") != NULL && strstr(status.text, "'b'") != NULL);
 
@@ -159,7 +162,9 @@ TEST(self_overlapping_targets_are_refused)
     const mls_tensor source = matrix_of(small + 1024, MLS_F32, 4, 8);
     const mls_load_into_pair overlapping = pair("wide", &target, &source);
     target.strides[0] = 0; /* broadcast */
-    CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
+    CHECK_FAILS(refusal(&overlapping, 1, false, &status), MLS_E_OVERLAP,
+                "'wide': elements of the target share memory with one another, as in a "
+                "broadcast view: load into a copy of it");
     CHECK_TEXT(status.name, "wide");
     CHECK(strstr(status.text, "broadcast") != NULL);
     target.strides[0] = 4; /* windows */

@@ -125,7 +125,8 @@ TEST(different_full_shape_is_refused)
     const mls_load_item *w = add("whole");
     REQUIRE(w != NULL);
     CHECK(mls_load_item_check_full(w, 2, matrix, &status) == MLS_OK);
-    CHECK(mls_load_item_check_full(w, 1, matrix, &status) == MLS_E_SHAPE);
+    CHECK_FAILS(mls_load_item_check_full(w, 1, matrix, &status), MLS_E_SHAPE,
+                "the checkpoint has shape (8, 6), the target (8,)");
     CHECK(mls_load_item_check_full(w, 2, other, &status) == MLS_E_SHAPE);
     CHECK_TEXT(status.expected, "(9, 6)");
     CHECK_TEXT(status.got, "(8, 6)");
@@ -179,7 +180,9 @@ TEST(kept_pieces_are_compacted)
         REQUIRE(add_full(keys[i]) != NULL);
     }
     /* one of the four parts of "twice" is stored, so the tensor is incomplete */
-    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_load_plan_find(&f.plan, pool_fd, &file, &status), MLS_E_FORMAT,
+                "the tensor is incomplete: 1 of its 4 parts are stored, with 12 of the "
+                "48 requested elements");
     CHECK_TEXT(status.name, "twice");
     mls_load_plan_fini(&f.plan);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
@@ -202,7 +205,8 @@ TEST(wrong_file_length_is_refused_before_allocation)
     REQUIRE(w != NULL && mls_load_item_select(w, &none, &status) == MLS_OK);
     const char *path = f.index.files[f.merged.tensors[f.plan.last].any_shard->file].path;
     REQUIRE(set_length(path, 3));
-    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
+    CHECK_FAILS(mls_load_plan_find(&f.plan, pool_fd, &file, &status), MLS_E_FORMAT,
+                "the file is 3 bytes long, and not 4180");
     REQUIRE(file != NULL);
     CHECK_TEXT(file, path);
 }

@@ -64,7 +64,10 @@ TEST(disagreeing_ranks_are_refused)
             i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
         const mls_index *both[] = {index_of(&a), index_of(&b)};
         merged = (mls_merged_index){.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, both, 2, &failed, &status) == MLS_E_FORMAT);
+        CHECK_FAILS(mls_merged_index_init(&merged, both, 2, &failed, &status),
+                    MLS_E_FORMAT,
+                    "the dtype, shape or layout of a tensor differs between a shard of "
+                    "rank 0 and one of rank 1");
         CHECK_TEXT(status.name, "w");
         CHECK(strstr(status.text, "rank 0 and one of rank 1") != NULL);
         CHECK(failed == both[1] && merged.tensor_count == 77);

@@ -102,5 +102,6 @@ TEST(memory_must_match_its_part_size)
           MLS_E_SHAPE);
     CHECK_TEXT(status.text,
                "params 'w': the shard has 9 elements, and its part of the tensor 8");
-    CHECK(mls_shard_item_check(&none, matrix, &good, "w", &status) == MLS_E_VALUE);
+    CHECK_FAILS(mls_shard_item_check(&none, matrix, &good, "w", &status), MLS_E_VALUE,
+                "part 3 of 3 does not exist");
 }

@@ -209,7 +209,8 @@ TEST(staging_need_counts_the_part_and_names_a_bad_item)
     CHECK(!s.items[2].staged && !s.items[1].staged);
     const size_t huge[] = {SIZE_MAX / 4};
     s.items[0] = item_of("x", NULL, MLS_F64, 1, huge, s.data[0]);
-    CHECK(mls_staging_need(s.items, 1, &bytes, &status) == MLS_E_SIZE);
+    CHECK_FAILS(mls_staging_need(s.items, 1, &bytes, &status), MLS_E_SIZE,
+                "the shard has more bytes than can be stored");
     s.items[0].dtype = s.items[1].dtype = MLS_U8;
     s.items[1].shape = s.items[0].shape;
     s.items[2] = s.items[3] = s.items[4] = s.items[0];
