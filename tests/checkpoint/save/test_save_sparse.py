@@ -63,11 +63,14 @@ def test_negative_zero_and_nan_rows_are_stored(path):
     assert good(path, state)
 
 
-def test_nearly_full_tensor_is_stored_densely(path):
-    state = {"w": table(density=0.9)}
-    saved = mlstate.save(path, state, sparse=True, incremental=True)
-    assert layers_of(saved) == {"w": None}
-    assert b'"rows":' not in next((path / "index").iterdir()).read_bytes()
+@pytest.mark.parametrize("zeros", [ROWS // 4 - 1, ROWS // 4])
+def test_nearly_full_tensor_is_stored_densely(path, zeros):
+    state = {"w": table()}
+    state["w"][:zeros] = 0
+    saved = mlstate.save(path, state, sparse=True, incremental=True, pack_below_bytes=0)
+    assert layers_of(saved) == {"w": 1 if zeros == ROWS // 4 else None}
+    has_rows = b'"rows":' in next((path / "index").iterdir()).read_bytes()
+    assert has_rows == (zeros == ROWS // 4)
 
 
 def test_sparse_is_off_by_default(path):

@@ -80,31 +80,6 @@ static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
 
 /* ---- the decision to compress ---- */
 
-TEST(compressible_shards_are_compressed)
-{
-    const mls_index_shard *shard = save(true, false, false);
-    const mls_layer *layer = layer_of(shard, 0);
-    REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
-    CHECK(layer->row == 0 && layer->frames->codec == MLS_ZSTD &&
-          layer->frames->item == 4);
-    CHECK(layer->frames->bytes == BYTES && layer->bytes <= BYTES / 4 &&
-          layer->offset == 4096);
-    CHECK(shard->bytes == BYTES && shard->version == 1 && !mls_index_is_sparse(shard));
-    CHECK(t.written.new_bytes == layer->bytes && t.written.data_bytes == BYTES);
-    CHECK(t.written.new_shards == 1 && t.written.new_files == 1 &&
-          t.index.file_count == 1);
-    CHECK(t.index.files[0].bytes == 4096 + layer->bytes);
-    CHECK(mls_index_stored_bytes(shard) == layer->bytes && is_stored());
-    /* other readers of its file see a row of bytes */
-    size_t length;
-    char *file = (char *)read_pool_file(t.index.files[0].path, &length);
-    REQUIRE(file != NULL && length > 4096);
-    file[4095] = '\0';
-    CHECK(strstr(file + 8, "\"dtype\":\"U8\"") != NULL);
-    CHECK(strstr(file + 8, "\\\"codec\\\":\\\"zstd\\\",\\\"frames\\\":\\\"") != NULL);
-    mls_free(file);
-}
-
 TEST(incompressible_shards_are_stored_raw)
 {
     fill_noise(t.data, BYTES);
@@ -205,26 +180,6 @@ TEST(small_shards_are_not_compressed)
 }
 
 /* ---- repeated saves ---- */
-
-TEST(unchanged_shards_stay_compressed)
-{
-    (void)save(true, false, false);
-    const int encoded = atomic_load(&codec.encoded);
-    for (int compress = 0; compress < 2; compress++) {
-        const mls_index_shard *shard = save(compress, false, false);
-        const mls_layer *layer = layer_of(shard, 0);
-        REQUIRE(layer != NULL && layer->frames != NULL);
-        CHECK(shard->version == 1 && t.written.new_bytes == 0 && is_stored());
-        CHECK(atomic_load(&codec.encoded) == encoded);
-    }
-    /* one bit, in the last element */
-    t.data[BYTES - 1] ^= 1;
-    const mls_index_shard *shard = save(false, false, false);
-    REQUIRE(shard != NULL && shard->layers == NULL);
-    CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored());
-    shard = save(true, false, false); /* nothing changed: it stays plain */
-    CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
-}
 
 TEST(without_codecs_compressed_shards_are_rewritten)
 {

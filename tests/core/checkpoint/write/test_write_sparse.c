@@ -58,19 +58,6 @@ static bool is_stored(void)
 
 /* ---- zeros ---- */
 
-/* Three quarters are sparse enough, one more row is not. */
-TEST(nearly_dense_shard_is_stored_raw)
-{
-    fill(0, ROWS / 4 * 3);
-    const mls_index_shard *shard = save(true, false);
-    REQUIRE(shard != NULL && shard->layers != NULL);
-    CHECK(t.written.new_bytes == BYTES / 4 * 3 && is_stored());
-    fill(0, ROWS / 4 * 3 + 1);
-    shard = save(true, false);
-    REQUIRE(shard != NULL && shard->layers == NULL);
-    CHECK(t.written.new_bytes == BYTES && is_stored());
-}
-
 /* ---- rows that changed ---- */
 
 /* Rows hidden by newer layers do not count, and a file without visible rows is
