@@ -16,6 +16,9 @@ from mlstate.state import load_into, rename
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
 
 
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
 def state(**shapes):
     return StateDict((name, np.zeros(shape, np.float32)) for name, shape in shapes.items())
 
@@ -64,6 +67,70 @@ def test_any_layout_is_filled_like_numpy_does(targets, random):
         assert np.array_equal(target, source[str(i)])
 
 
+def views(base):
+    """Views of half of a large array: gaps, reversed axes, transposed, in both byte orders."""
+    rows = base[: len(base) // 2]
+    yield from (rows, base[::2], base[::-2], rows[:, ::-1], rows.view(base.dtype.newbyteorder()))
+    yield rows.reshape(base.shape[1], -1).T
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_large_arrays_of_any_layout_are_filled_like_numpy_does(threads):
+    filling = np.random.default_rng(threads).integers(0, 1 << 30, (1400, 900), np.int32)
+    wide = np.broadcast_to(filling[0], (700, 900)), np.broadcast_to(filling[5, 5], (700, 900))
+    for source in (*views(filling), *wide):
+        base, expected = np.zeros((2, 1400, 900), np.int32)
+        for target, copied in zip(views(base), views(expected), strict=True):
+            np.copyto(copied, source)
+            with num_threads(threads):
+                load_into({"w": target}, {"w": source})
+            assert np.array_equal(base, expected)
+    # one row is larger than the part of a thread
+    base, expected = np.zeros((2, 3, 3, 290_001), np.int32)
+    source = np.arange(6 * 290_000, dtype=np.int32).reshape(3, 2, -1)
+    for rows in (
+        source,
+        source[:, :1].repeat(2, axis=1),
+        np.broadcast_to(source[:1], (3, 2, 290_000)),
+    ):
+        expected[:, :2, 1:] = rows
+        with num_threads(threads):
+            load_into({"w": base[:, :2, 1:]}, {"w": rows})
+        assert np.array_equal(base, expected)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_large_floats_are_converted_in_parts(threads):
+    values = np.random.default_rng(0).normal(size=(500, 1001))
+    for have in FLOATS:
+        source = values.astype(have)
+        targets = {str(i): np.zeros(source.shape, want) for i, want in enumerate(FLOATS)}
+        targets["swapped"] = np.zeros(source.shape, ">f4")
+        with num_threads(threads):
+            load_into(targets, dict.fromkeys(targets, source), cast=True)
+        for target in targets.values():
+            assert np.array_equal(target, source.astype(target.dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_thousands_of_arrays_in_any_order_are_filled(threads):
+    rng = np.random.default_rng(threads)
+    base, source, slots = (
+        np.zeros((3000, 1024), np.uint8),
+        rng.bytes(3 << 20),
+        rng.permutation(3000),
+    )
+    targets, sources, expected = {}, {}, base.copy()
+    for i, slot in enumerate(slots):
+        count = 0 if i % 50 == 0 else int(rng.integers(1, 1024))
+        targets[str(i)] = base[slot, :count]
+        sources[str(i)] = np.frombuffer(source, np.uint8, count, i * 1024)
+        expected[slot, :count] = sources[str(i)]
+    with num_threads(threads):
+        load_into(targets, sources)
+    assert np.array_equal(base, expected)
+
+
 def test_strict_false_loads_shared_names():
     target, source = state(a=2, b=2), filled(state(b=2, c=2))
     load_into(target, source, strict=False)
@@ -71,9 +138,6 @@ def test_strict_false_loads_shared_names():
     with pytest.raises(CompatibilityError):
         load_into(target, source)
     load_into(target, {}, strict=False)
-
-
-FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @pytest.mark.parametrize("have", FLOATS)

@@ -8,10 +8,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
+enum { SMALL = 4096, LARGE = 4 << 20, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
-static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
+static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE];
 
 static mls_load_into_pair pair(const char *name, const mls_tensor *dst,
                                const mls_tensor *src)
@@ -227,89 +227,7 @@ TEST(empty_lists_and_empty_tensors_load)
     CHECK(memcmp(small, small + 64, 16) == 0);
 }
 
-/* ---- copies ---- */
-
-/* Load one pair with 1 to 4 threads, and compare it with a plain copy by the oracle: all
- * bytes of the target's memory, gaps included. */
-static void check_pair(const mls_tensor *dst, const mls_tensor *src)
-{
-    const mls_load_into_pair tested = pair("it", dst, src);
-    mls_tensor expected = *dst;
-    expected.data = wanted_bytes + (dst->data - to_bytes);
-    memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &expected, src, mls_cached());
-    for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
-        memset(to_bytes, 0xA5, sizeof to_bytes);
-        CHECK(load(&tested, 1, threads));
-        CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
-    }
-}
-
-TEST(large_tensors_of_any_layout_arrive_whole)
-{
-    enum { ROWS = 700, COLUMNS = 900 };
-    fill_random(from_bytes, sizeof from_bytes, 4);
-    const mls_tensor target = matrix_of(to_bytes, MLS_F32, ROWS, COLUMNS);
-    const mls_tensor source = matrix_of(from_bytes, MLS_F32, ROWS, COLUMNS);
-    mls_tensor dst = target, src = source;
-    check_pair(&dst, &src);
-    dst.swapped = true;
-    check_pair(&dst, &src);
-    src.swapped = true;
-    check_pair(&dst, &src);
-    dst = target, src = source; /* gaps, rows and columns in reverse */
-    dst.strides[0] += 40;
-    check_pair(&dst, &src);
-    dst.data += (ROWS - 1) * dst.strides[0], dst.strides[0] = -dst.strides[0];
-    check_pair(&dst, &src);
-    src.data += (COLUMNS - 1) * 4, src.strides[1] = -4;
-    check_pair(&dst, &src);
-    dst = target; /* transposed on one side, then on both */
-    dst.strides[0] = 4, dst.strides[1] = ROWS * 4;
-    check_pair(&dst, &src);
-    src = source, src.strides[0] = 4, src.strides[1] = ROWS * 4;
-    check_pair(&dst, &src);
-    src = source, src.strides[0] = 0; /* one row broadcast to all */
-    check_pair(&target, &src);
-    src.strides[1] = 0;
-    check_pair(&target, &src);
-}
-
-TEST(large_tensors_are_cut_along_inner_axes_too)
-{
-    enum { INNER = 290000 };
-    const size_t shape[3] = {3, 2, INNER}; /* one row is larger than a part */
-    mls_tensor dst = tensor_of(to_bytes, MLS_U32, 3, shape);
-    mls_tensor src = tensor_of(from_bytes, MLS_U32, 3, shape);
-    fill_random(from_bytes, sizeof from_bytes, 5);
-    dst.strides[1] += 12, dst.strides[0] = 2 * dst.strides[1] + 4;
-    check_pair(&dst, &src);
-    src.strides[0] = src.strides[1], src.strides[1] = 0;
-    check_pair(&dst, &src);
-}
-
-TEST(every_float_converts_to_every_other)
-{
-    enum { ROWS = 500, COLUMNS = 1001 }; /* up to 4 MB */
-    fill_random(from_bytes, sizeof from_bytes, 6);
-    for (int to = 0; to < MLS_CONVERTIBLE; to++) {
-        for (int from = 0; from < MLS_CONVERTIBLE; from++) {
-            mls_tensor dst = matrix_of(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
-            mls_tensor src = matrix_of(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
-            mls_tensor expected = dst;
-            const mls_load_into_pair tested = pair("it", &dst, &src);
-            expected.data = wanted_bytes;
-            for (size_t threads = 1; threads <= MOST_THREADS; threads += 2) {
-                memset(to_bytes, 0xA5, sizeof to_bytes);
-                memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-                dst.swapped = expected.swapped = threads > 1;
-                mls_copy(mls_kernels_of(best_cpu()), &expected, &src, mls_cached());
-                CHECK(load(&tested, 1, threads));
-                CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
-            }
-        }
-    }
-}
+/* ---- threads ---- */
 
 TEST(tied_targets_are_written_in_the_order_of_the_pairs)
 {
@@ -339,37 +257,6 @@ TEST(tied_targets_are_written_in_the_order_of_the_pairs)
             CHECK(memcmp(beside.data, beside_from.data, LARGE) == 0);
             CHECK(to_bytes[BYTES + LARGE] == 0xA5);
         }
-    }
-}
-
-TEST(many_tensors_in_any_order_arrive)
-{
-    enum { SLOT = 1024 };
-    static mls_tensor views[2 * MANY];
-    static mls_load_into_pair pairs[MANY];
-    static size_t place[MANY];
-    uint64_t seed = 8;
-    fill_random(from_bytes, sizeof from_bytes, 9);
-    for (size_t i = 0; i < MANY; i++) { /* in random order */
-        const size_t other = random_next(&seed) % (i + 1);
-        place[i] = place[other];
-        place[other] = i;
-    }
-    for (size_t i = 0; i < MANY; i++) {
-        const size_t columns = i % 50 == 0 ? 0 : 1 + random_next(&seed) % SLOT;
-        views[2 * i] = matrix_of(to_bytes + place[i] * SLOT, MLS_U8, 1, columns);
-        views[2 * i + 1] = matrix_of(from_bytes + i * SLOT, MLS_U8, 1, columns);
-        pairs[i] = pair("some", &views[2 * i], &views[2 * i + 1]);
-    }
-    memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
-    for (size_t i = 0; i < MANY; i++) {
-        memcpy(wanted_bytes + place[i] * SLOT, from_bytes + i * SLOT,
-               views[2 * i].shape[1]);
-    }
-    for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
-        memset(to_bytes, 0xA5, sizeof to_bytes);
-        CHECK(load(pairs, MANY, threads));
-        CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
     }
 }
 
