@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
 # Some tests wait for other processes: one worker more than there are processors.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PARALLEL := -n $(WORKERS) --dist loadfile -q
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder -q
 export CC FUZZ_SECONDS
 # Otherwise each process that a test starts would compile torch again.
 unexport PYTHONDONTWRITEBYTECODE
