@@ -12,7 +12,7 @@ from .._folder.names import MANIFEST
 from .._folder.protocol import TensorParts
 from .._report import Problem, VerifyReport
 from .._sections import OPTIMIZER, STATES
-from .._store.checkpoint_files import TRIES, CheckpointFiles
+from .._store.checkpoint_files import CheckpointFiles, read_current
 from .._store.index_patterns import owners_of
 from .protocol import Source
 
@@ -236,19 +236,8 @@ class IndexedSource(Source):
         return self.manifest.quantization_config
 
     def attempt(self, read: Callable[[], _Result]) -> _Result:
-        """Return ``read()``; repeat it if a file is missing and the root was replaced.
-
-        Writers delete files only after every root that names them.
-        """
-        for tries_left in reversed(range(TRIES)):
-            generation = ""
-            try:
-                generation = self.manifest.generation
-                return read()
-            except FileNotFoundError:
-                if not tries_left or not self.reopen(generation):
-                    raise
-        raise AssertionError  # the last attempt returns or raises
+        """Return ``read()``; repeat it if a file is missing and the root was replaced."""
+        return read_current(lambda: self.manifest, lambda _: read(), self.reopen)
 
     def reopen(self, generation: str) -> bool:
         """Forget manifest and indexes if a writer has replaced `generation`; return whether it has.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
@@ -108,6 +109,29 @@ def generations_to_delete(
         for each in (before, now)
     )
     return {"gone": [each for each in earlier if each not in remaining], "kept": [*remaining]}
+
+
+def read_current(
+    find: Callable[[], Manifest],
+    read: Callable[[Manifest], _Result],
+    is_replaced: Callable[[str], bool],
+) -> _Result:
+    """Return ``read(find())``; start again if a file is missing because a writer replaced the root.
+
+    Writers delete files only after every root that names them. `is_replaced` is called with the
+    generation of the manifest, or "" if `find` misses the file. The error of the last of `TRIES`
+    attempts is raised.
+    """
+    for tries_left in reversed(range(TRIES)):
+        generation = ""
+        try:
+            manifest = find()
+            generation = manifest.generation
+            return read(manifest)
+        except FileNotFoundError:
+            if not tries_left or not is_replaced(generation):
+                raise
+    raise AssertionError  # the last attempt returns or raises
 
 
 class CheckpointFiles:
@@ -220,17 +244,10 @@ class CheckpointFiles:
     def read_root(self, root: str, read: Callable[[Manifest], _Result]) -> _Result:
         """Call `read` with the manifest in the file `root`; return its result.
 
-        If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
-        deleted only after every root that names them.
+        If a writer replaces the root meanwhile, start again; see `read_current`.
         """
-        for _ in range(TRIES - 1):  # the last attempt, below, raises its error
-            manifest = self.read_manifest(root)
-            try:
-                return read(manifest)
-            except FileNotFoundError:
-                if not self.is_replaced(root, manifest.generation):
-                    raise
-        return read(self.read_manifest(root))
+        find, is_replaced = partial(self.read_manifest, root), partial(self.is_replaced, root)
+        return read_current(find, read, is_replaced)
 
     def holds_steps(self, roots: Sequence[Root]) -> bool:
         """Return whether the folder, with these roots, holds steps of a `CheckpointManager`.
