@@ -17,6 +17,18 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_type(name: str, value: object, types: Any, kind: str = "") -> None:
+    """Raise TypeError unless `value` is an instance of `types`, a class or a union of classes.
+
+    For the error, `name` is the parameter's name, and `kind` says what `types` are ("a mapping");
+    by default "a" and the name of the class.
+    """
+    if not isinstance(value, types):
+        raise TypeError(
+            f"{name} must be {kind or f'a {types.__name__}'}, got {type(value).__name__}"
+        )
+
+
 def check_callback(name: str, value: object) -> None:
     """Raise TypeError unless a callback is callable or None; `name`: the parameter's name."""
     if value is not None and not callable(value):

@@ -8,7 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import _core
-from .._common.arguments import check_int
+from .._common.arguments import check_int, check_type
 from .._common.arrays import is_torch
 from .._common.set_module import set_module
 
@@ -336,8 +336,7 @@ class Shard:
     ) -> None:
         """Check the arguments (see the class) and keep the array; nothing is copied."""
         layout = Layout() if layout is None else layout
-        if not isinstance(layout, Layout):
-            raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
+        check_type("layout", layout, Layout)
         if shape is None:
             if layout.parts > 1:
                 raise TypeError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_int, check_items, check_number
+from .._common.arguments import check_int, check_items, check_number, check_type
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
 from .._common.report import Shown, Table
@@ -76,8 +76,7 @@ def parse_json(text: Any) -> Any:
     Raises TypeError if it is not a str or bytes, and ValueError if it is invalid or nested too
     deeply.
     """
-    if not isinstance(text, str | bytes | bytearray):
-        raise TypeError(f"text must be a str or bytes, got {type(text).__name__}")
+    check_type("text", text, str | bytes | bytearray, "a str or bytes")
     try:
         return json.loads(text)
     except RecursionError:
@@ -226,8 +225,7 @@ class Chain(Shown):
             check_int("head_bytes", head_bytes, 0, _MOST_BYTES),
             check_number("outside_seconds", outside_seconds),
         )
-        if not isinstance(note, str):
-            raise TypeError(f"note must be a str, got {type(note).__name__}")
+        check_type("note", note, str)
         self.note: str = note
         # in the order that the core expects: seconds, then bytes as in `_BYTES`, then rates
         self._numbers = (forward, backward, *sizes)

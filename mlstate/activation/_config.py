@@ -9,7 +9,7 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
-from .._common.arguments import FLAG, check_number
+from .._common.arguments import FLAG, check_number, check_type
 from .._common.budget import parse_size
 from ._combinators import CheckpointStrategy, check_strategy
 from ._strategies import (
@@ -110,8 +110,7 @@ class CheckpointConfig:
         size = _check_positive("min_activation_size_bytes", size)
         self._set("min_activation_size_bytes", size)
         self._set("max_memory_percentage", _check_share(self.max_memory_percentage))
-        if not isinstance(self.options, Mapping):
-            raise TypeError(f"options must be a mapping, got {type(self.options).__name__}")
+        check_type("options", self.options, Mapping, "a mapping")
         self._set("options", dict(self.options))
 
     def _set(self, name: str, value: object) -> None:
@@ -165,8 +164,7 @@ class CheckpointConfig:
         Traceback (most recent call last):
         ValueError: no such setting: intervall
         """
-        if not isinstance(settings, Mapping):
-            raise TypeError(f"settings must be a mapping, got {type(settings).__name__}")
+        check_type("settings", settings, Mapping, "a mapping")
         members = {f.name for f in fields(cls)}
         unknown = [str(name) for name in settings if name not in members]
         if unknown:
@@ -292,8 +290,7 @@ def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
     Traceback (most recent call last):
     ValueError: unknown strategy 'best'; known are: interval, selective, ...
     """
-    if not isinstance(config, CheckpointConfig):
-        raise TypeError(f"config must be a CheckpointConfig, got {type(config).__name__}")
+    check_type("config", config, CheckpointConfig)
     name = str(config.strategy)
     factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _load_factory(name)
     strategy: CheckpointStrategy = check_strategy(

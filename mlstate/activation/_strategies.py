@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import _core
-from .._common.arguments import check_items
+from .._common.arguments import check_callback, check_items
 from .._common.budget import parse_size
 from .._common.text import shorten
 from ._combinators import Operators
@@ -354,8 +354,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
             tracker = MemoryTracker()
         elif not callable(getattr(tracker, "get_stats", None)):
             raise TypeError(f"tracker needs a method get_stats, got {type(tracker).__name__}")
-        if clock is not None and not callable(clock):
-            raise TypeError(f"clock must be callable, got {type(clock).__name__}")
+        check_callback("clock", clock)
         self = super().__new__(cls, total_memory, (), (), max_memory_percentage, clock)
         self._tracker = tracker
         return self

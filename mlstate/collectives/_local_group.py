@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import FLAG
+from .._common.arguments import FLAG, check_type
 from .._common.arrays import is_torch
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_timeout, dtype_name
@@ -289,8 +289,7 @@ class LocalGroup(Engine):
         ...     group.gather_bytes(b"here")
         [b'here']
         """
-        if not isinstance(name, str):
-            raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
+        check_type("LocalGroup.join: name", name, str)
         join_seconds = check_timeout(timeout) or 60.0
         seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
         _core.local_measure(world_size)  # raises if world_size is out of range

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_type
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_of
 from .._common.dtypes import FLOAT8S, FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
@@ -323,11 +324,7 @@ class GradientAccumulator:
         """
         if gradients is None:
             return
-        if not isinstance(gradients, Mapping):
-            raise TypeError(
-                "gradients must be a mapping of parameter names to arrays, got "
-                f"{type(gradients).__name__}"
-            )
+        check_type("gradients", gradients, Mapping, "a mapping of parameter names to arrays")
         items = list(gradients.items())  # before locking: items() may call this object
         with self._lock:
             # Gradients by name: `core_sums` are added to existing sums, `first` start a round in

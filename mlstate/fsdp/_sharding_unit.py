@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arguments import check_int, check_items
+from .._common.arguments import check_int, check_items, check_type
 from .._common.backend import backend_named, is_module
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.text import shorten
@@ -292,8 +292,7 @@ def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
     `world_size`: number of ranks of the group. Raises TypeError if `unit` is not a sharding unit,
     ValueError if it is for another rank or number of ranks.
     """
-    if not isinstance(unit, FSDPShardingUnit):
-        raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
+    check_type("a unit", unit, FSDPShardingUnit, "an FSDPShardingUnit")
     unit.bind(world_size)
     if unit.shard_index != rank:
         raise ValueError(

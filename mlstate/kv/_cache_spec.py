@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from .. import _core
+from .._common.arguments import check_type
 from .._common.dtypes import DTYPES, dtype_name
 from .._common.report import Table
 from .._common.set_module import set_module
@@ -219,12 +220,10 @@ def _check_names(entry: CacheEntry) -> None:
 
     TypeError for another type, ValueError for an empty name, CompatibilityError for the kind.
     """
-    if not isinstance(entry.name, str):
-        raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
+    check_type("name", entry.name, str)
     if not entry.name:
         raise ValueError("name is empty: pass a name such as '0.keys'")
-    if entry.role is not None and not isinstance(entry.role, str):
-        raise TypeError(f"{entry.name}: role must be a str, got {type(entry.role).__name__}")
+    check_type(f"{entry.name}: role", entry.role, str | None, "a str")
     if entry.kind not in KINDS:
         text = f"kind {entry.kind!r} is unknown{names_hint(str(entry.kind), KINDS)}"
         raise entry_error(entry.name, text, ", ".join(KINDS), entry.kind)
@@ -375,8 +374,7 @@ class CacheSpec(CopiedByValue):
             )
         self.entries = tuple(entries)
         for i, entry in enumerate(self.entries):
-            if not isinstance(entry, CacheEntry):
-                raise TypeError(f"entries[{i}] must be a CacheEntry, got {type(entry).__name__}")
+            check_type(f"entries[{i}]", entry, CacheEntry)
         if not self.entries:
             raise ValueError("entries is empty: pass one CacheEntry for each array")
         self._by_name: dict[str, CacheEntry] = {}  # a quantized entry has three names

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_type
 from .._common.arrays import overwrite, overwrite_with_zeros
 from .._common.changes import UndoLog
 from .._common.report import Table
@@ -145,12 +145,8 @@ class CacheState(CopiedByValue):
 
     def __init__(self, spec: CacheSpec, arrays: Mapping[str, Array], length: int) -> None:
         """Check that the arrays are those of `spec`; they are used, not copied."""
-        if not isinstance(spec, CacheSpec):
-            raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
-        if not isinstance(arrays, Mapping):
-            raise TypeError(
-                f"arrays must be a mapping of names to arrays, got {type(arrays).__name__}"
-            )
+        check_type("spec", spec, CacheSpec)
+        check_type("arrays", arrays, Mapping, "a mapping of names to arrays")
         tokens = as_count("length", length)
         check_names(spec, arrays)
         for entry in spec:
@@ -579,8 +575,7 @@ class CacheState(CopiedByValue):
         model must not rewrite earlier tokens of full entries. torch does not record the write for
         gradients.
         """
-        if not isinstance(snapshot, Snapshot):
-            raise TypeError(f"snapshot must be a Snapshot, got {type(snapshot).__name__}")
+        check_type("snapshot", snapshot, Snapshot)
         self._check_snapshot(snapshot)
         length = snapshot.length
         counts = {"spec": snapshot._spec, "shifts": snapshot._shifts, "unwritten": frozenset()}

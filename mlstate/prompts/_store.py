@@ -8,7 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from .. import _core
-from .._common.arguments import check_flags, check_int, check_number
+from .._common.arguments import check_flags, check_int, check_number, check_type
 from .._common.budget import parse_size
 from .._common.changes import UndoLog
 from .._common.local_path import local_folder
@@ -131,8 +131,7 @@ class PromptStore:
         lock_timeout: float = 10.0,
     ) -> None:
         """Check the arguments (see the class), and open the store, or create it."""
-        if spec is not None and not isinstance(spec, CacheSpec):
-            raise TypeError(f"spec must be a CacheSpec, got {type(spec).__name__}")
+        check_type("spec", spec, CacheSpec | None, "a CacheSpec")
         check_flags(hash_weights=hash_weights)
         self._block = check_int("block_tokens", block_tokens, 1, _MOST_BLOCK)
         self._max_bytes = None if max_bytes is None else parse_size("max_bytes", max_bytes, 1)
@@ -140,8 +139,7 @@ class PromptStore:
         if not self._timeout >= 0:  # NaN too, which would wait without end
             raise ValueError(f"lock_timeout must be 0 or more seconds, got {lock_timeout}")
         self._policy = checked_policy(snapshots)
-        if not isinstance(model_type, str | None):
-            raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")
+        check_type("model_type", model_type, str | None, "a str")
         config = config_facts(model)
         self._model_type = model_type_of(config, model_type)
         self._needs_salt = not salt and not is_fingerprint(model)
@@ -253,8 +251,7 @@ class PromptStore:
         is read; until then the cache cannot be stored, trimmed or moved to another size. See
         `unwritten` of `mlstate.kv.CacheEntry`.
         """
-        if not isinstance(match, Match):
-            raise TypeError(f"match must be a Match, got {type(match).__name__}")
+        check_type("match", match, Match)
         if match._is_closed:
             raise ValueError("the match is closed")
         if match._key != self._key:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_type
 from .._common.arrays import is_same_memory, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
@@ -233,8 +233,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
 
 def check_rules(rules: object) -> None:
     """Raise TypeError if the rules of a rename are not a mapping."""
-    if not isinstance(rules, Mapping):
-        raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
+    check_type("rules", rules, Mapping, "a mapping of str to str")
 
 
 def unused_rules(state: Mapping[str, object], rules: list[str]) -> ValueError:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_type
 from .._common.backend import backend_named
 from .._common.text import shorten
 from ._backend import StateBackend
@@ -282,8 +282,7 @@ class OptimizerStateDict(StateDict):
         >>> state["w.m"]
         array([1., 1.])
         """
-        if not isinstance(name, str):
-            raise TypeError(f"the name of a state must be a str, got {type(name).__name__}")
+        check_type("the name of a state", name, str)
         if not name or "." in name:
             raise ValueError(
                 f"{name!r} is not a valid state name: it must be nonempty and contain no dot"

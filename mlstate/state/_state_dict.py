@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_flags, check_int, check_type
 from .._common.arrays import memory_key, refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name, needs_conversion
@@ -614,8 +614,7 @@ class ModelStateDict(StateDict):
 
     @model_type.setter
     def model_type(self, value: str) -> None:
-        if not isinstance(value, str):
-            raise TypeError(f"model_type must be a str, got {type(value).__name__}")
+        check_type("model_type", value, str)
         self._model_type = value
 
     @property

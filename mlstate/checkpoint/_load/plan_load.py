@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._common.arguments import check_flags
+from ..._common.arguments import check_flags, check_type
 from ..._common.set_module import set_module
 from ..._common.text import count_text
 from ..._sharding.layout import Layout
@@ -154,8 +154,7 @@ def plan_load(
     (4128, 4160, 1)
     """
     check_flags(verify=verify)
-    if not isinstance(root, str):
-        raise TypeError(f"root must be a str, got {type(root).__name__}")
+    check_type("root", root, str)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
     if step is not None and root != MANIFEST:

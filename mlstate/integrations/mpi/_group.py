@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..._common.arguments import check_type
 from ..._common.set_module import set_module
 from ...collectives._arguments import check_timeout, failed
 from ...collectives._engine import Engine, OperationQueue
@@ -92,10 +93,7 @@ class MPIGroup(Engine):
         if MPI.Is_finalized():
             raise CollectiveError("MPIGroup: MPI was finalized in this process")
         comm = MPI.COMM_WORLD if comm is None else comm
-        if not isinstance(comm, MPI.Intracomm):
-            raise TypeError(
-                f"MPIGroup: comm must be an mpi4py.MPI.Intracomm, got {type(comm).__name__}"
-            )
+        check_type("MPIGroup: comm", comm, MPI.Intracomm, "an mpi4py.MPI.Intracomm")
         if comm == MPI.COMM_NULL:
             raise ValueError("MPIGroup: this process is not a member of the communicator")
         self._level: int = MPI.Query_thread()

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .... import _core
+from ...._common.arguments import check_type
 from ...._common.set_module import set_module
 from ....errors import GradientWarning
 from .argument_contents import ArgumentContents, arguments_to_compare
@@ -189,8 +190,7 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)
     chosen: set[int] = set()
     for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"blocks must be names, got {type(pattern).__name__}")
+        check_type("blocks", pattern, str, "names")
         matches = modules_named(module, pattern)
         if not matches:
             raise ValueError(f"no module is called {pattern!r}")
@@ -237,8 +237,7 @@ def apply_strategy(
     """
     import torch
 
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    check_type("module", module, torch.nn.Module, "a torch.nn.Module")
     chosen = _blocks_of(module, blocks)
     if not chosen:
         raise ValueError(f"{type(module).__name__} has no blocks below it")
