@@ -27,26 +27,22 @@ def _with_size(
     dynamic = next((spec for spec in specs.values() if None in spec.shape), None)
     if size is None:
         if dynamic is not None:
-            raise incompatible(
+            text = (
                 f"{dynamic.name}: the {which} model is dynamic ({shape_text(dynamic.shape)}): "
-                f"pass {which}_size=",
-                f"{which}_size",
-                "a number of positions",
-                None,
+                f"pass {which}_size="
             )
+            raise incompatible(text, f"{which}_size", "a number of positions", None)
         return dict(specs)
     size = as_count("size", size, 1)
     if dynamic is None:
         lengths = _fixed_lengths(specs, axes)
         if lengths and size not in lengths:
-            raise incompatible(
+            text = (
                 f"{which}_size is {size}, but the states of the {which} model have "
                 f"{', '.join(map(str, lengths))} positions: pass a dynamic model, or the model of "
-                "this size",
-                f"{which}_size",
-                lengths,
-                size,
+                "this size"
             )
+            raise incompatible(text, f"{which}_size", lengths, size)
     return {name: spec.with_size(size) for name, spec in specs.items()}
 
 

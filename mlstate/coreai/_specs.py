@@ -301,12 +301,8 @@ def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
         changed[name] = spec
     if states and all(spec.seq_axis is None for spec in changed.values()):
         listed = ", ".join(f"{name} {shape_text(spec.shape)}" for name, spec in states.items())
-        raise incompatible(
-            f"no state has the axis {axis}: {listed}; pass the axis of the sequence",
-            "seq_axis",
-            "an axis of a state",
-            axis,
-        )
+        text = f"no state has the axis {axis}: {listed}; pass the axis of the sequence"
+        raise incompatible(text, "seq_axis", "an axis of a state", axis)
     return changed
 
 
@@ -331,13 +327,11 @@ def check_axes(first: StateSpec, other: StateSpec) -> None:
     axes = first.seq_axis, other.seq_axis
     if None in axes or axes[0] == axes[1] or len(first.shape) != len(other.shape):
         return
-    raise incompatible(
+    text = (
         f"{first.name}: the sequence is axis {axes[0]} of {shape_text(first.shape)} and axis "
-        f"{axes[1]} of {shape_text(other.shape)}: use models with the same layout",
-        first.name,
-        f"axis {axes[0]}",
-        f"axis {axes[1]}",
+        f"{axes[1]} of {shape_text(other.shape)}: use models with the same layout"
     )
+    raise incompatible(text, first.name, f"axis {axes[0]}", f"axis {axes[1]}")
 
 
 def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
@@ -364,14 +358,12 @@ def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
     pairs = zip(spec.shape, other.shape, strict=True)
     differing = [i for i, (length, other_length) in enumerate(pairs) if length != other_length]
     if differing != [axis]:
-        raise incompatible(
+        text = (
             f"{spec.name}: the sequence axis is unknown: {shape_text(spec.shape)} and "
             f"{shape_text(other.shape)} differ in the axes {differing}, and not in axis {axis} "
-            "only; use models that were converted from the same weights, or pass seq_axis=",
-            spec.name,
-            shape_text(spec.shape),
-            shape_text(other.shape),
+            "only; use models that were converted from the same weights, or pass seq_axis="
         )
+        raise incompatible(text, spec.name, shape_text(spec.shape), shape_text(other.shape))
     return axis
 
 

@@ -27,12 +27,8 @@ def _check_array(name: str, array: Any, spec: StateSpec) -> None:
     """Raise CompatibilityError unless the array of the state `name` has the shape of `spec`."""
     shape = tuple(array.shape)
     if shape != spec.shape:
-        raise incompatible(
-            f"{name}: the array in the state has the shape {shape}, expected {spec.shape}",
-            name,
-            spec.shape,
-            shape,
-        )
+        text = f"{name}: the array in the state has the shape {shape}, expected {spec.shape}"
+        raise incompatible(text, name, spec.shape, shape)
 
 
 class StateManager(StateManagerBase):

@@ -93,13 +93,11 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
     paths = [os.fsdecode(source) for source in sources if isinstance(source, str | os.PathLike)]
     numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None  # None: unknown
     if numbers is not None and numbers != sorted(numbers):
-        raise incompatible(
+        text = (
             f"{quoted(map(_file_name, paths))} are not in the order of their numbers, in which "
-            "the chunks run",
-            None,
-            _numbers_text(sorted(numbers)),
-            _numbers_text(numbers),
+            "the chunks run"
         )
+        raise incompatible(text, None, _numbers_text(sorted(numbers)), _numbers_text(numbers))
     return Chunks(tuple(sources), contexts={}, default=None, origin=None)
 
 
@@ -115,13 +113,11 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
         raise _missing_error(pattern, f"no file or folder matches this pattern{hint}")
     numbers = _chunk_numbers(paths)
     if numbers is None and len(paths) > 1:
-        raise incompatible(
+        text = (
             f"{pattern}: {quoted(map(_file_name, paths))} are not numbered as chunks, such "
-            "as model_chunk_01of02.mlpackage; pass a list",
-            None,
-            "numbered chunks",
-            len(paths),
+            "as model_chunk_01of02.mlpackage; pass a list"
         )
+        raise incompatible(text, None, "numbered chunks", len(paths))
     if numbers is not None:
         paths = [path for _, path in sorted(zip(numbers, paths, strict=True))]
     return Chunks(tuple(paths), contexts={}, default=None, origin=None)
@@ -163,12 +159,8 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
         again = [labels[i] for i, number in enumerate(numbers) if number == repeated[0]]
-        raise incompatible(
-            f"chunk {repeated[0]} appears more than once: {quoted(again)}; name one of each",
-            None,
-            "one package for each chunk",
-            quoted(again),
-        )
+        text = f"chunk {repeated[0]} appears more than once: {quoted(again)}; name one of each"
+        raise incompatible(text, None, "one package for each chunk", quoted(again))
     last = first + total - 1
     absent = [i for i in range(first, min(last, _MOST_CHUNKS) + 1) if i not in numbers]
     if absent or max(numbers) > last:
@@ -201,9 +193,8 @@ def _missing_error(path: str, text: str) -> StoreNotFoundError:
 def _repeated_key(file: str, key: Any) -> FormatError:
     """Return the FormatError for `key`, a node of a mapping in `file` that repeats another key."""
     name = shorten(key.value, 80)
-    error = format_error(file, f"line {key.start_mark.line + 1}: the key {name!r} appears twice")
-    error.name = name
-    return error
+    text = f"{file}: line {key.start_mark.line + 1}: the key {name!r} appears twice"
+    return FormatError(text, path=file, name=name)
 
 
 def _load_yaml(file: str) -> Any:

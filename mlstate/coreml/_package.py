@@ -113,13 +113,11 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
             raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
         if not 0 < value < 1 << 63:
             signed = value - (value >> 63 << 64)  # as int64: -1 means "any" in other places
-            error = error_at(
-                offset,
+            text = (
                 f"state {name}: dimension {len(shape)} is {signed}; a state's dimensions are fixed "
-                "and positive",
+                "and positive"
             )
-            error.expected, error.got = "a positive dimension", str(signed)
-            raise error
+            raise error_at(offset, text, expected="a positive dimension", got=str(signed))
         shape.append(value)
 
     for field in array.of(1):
@@ -148,12 +146,8 @@ def _read_array(array: Fields, name: str) -> tuple[str, tuple[int, ...]]:
     dtype = _DATA_TYPES.get(number)
     if dtype is None:
         choices = ", ".join(f"{dtype} {number}" for number, dtype in _DATA_TYPES.items())
-        error = error_at(
-            offset,
-            f"state {name} has the data type {number}, which is unknown; known are {choices}",
-        )
-        error.expected, error.got = "a known data type", f"data type {number}"
-        raise error
+        text = f"state {name} has the data type {number}, which is unknown; known are {choices}"
+        raise error_at(offset, text, expected="a known data type", got=f"data type {number}")
     nbytes = _ITEM_BYTES[dtype]
     for length in shape:
         nbytes *= length
@@ -198,9 +192,7 @@ def _read_states(owner: Fields, number: int, total: int) -> list[State]:
         state = _read_state(owner.open(message, [1, 3]))
         if state[0] in states:
             text = f"two states are called {shorten(state[0], 80)}"
-            error = error_at(message.offset, text)
-            error.name = state[0]
-            raise error
+            raise error_at(message.offset, text, name=state[0])
         states[state[0]] = state
     return list(states.values())
 
@@ -282,10 +274,8 @@ def _find_description(read: Callable[[int, int], bytes], size: int) -> tuple[int
         offset = start + length
         count += 1
     if description is None:
-        raise error_at(
-            size,
-            "the file ends without a model's description; it is not a Core ML specification",
-        )
+        text = "the file ends without a model's description; it is not a Core ML specification"
+        raise error_at(size, text)
     return description
 
 
@@ -371,6 +361,10 @@ def _read_manifest(folder: str, source: Any) -> str:
     try:
         with open_regular(name) as stream:
             data = stream.read(_MOST_MANIFEST + 1)
+        if len(data) > _MOST_MANIFEST:
+            raise FormatError(f"more than {_MOST_MANIFEST} bytes")
+        _core.json_check(data, _MANIFEST_DEPTH, source)
+        return _root_path(data)
     except FileNotFoundError:
         raise format_error(
             f"{file}: missing: this folder is not a .mlpackage (a compiled .mlmodelc cannot be "
@@ -381,31 +375,28 @@ def _read_manifest(folder: str, source: Any) -> str:
         raise _name_file(error, name, file, source) from None
     except OSError as error:
         raise store_error(error, f"{file}: cannot open", source) from None
-    if len(data) > _MOST_MANIFEST:
-        raise format_error(f"{file}: more than {_MOST_MANIFEST} bytes", source)
-    try:
-        _core.json_check(data, _MANIFEST_DEPTH, source)
-    except FormatError as error:
-        raise _name_file(error, name, file, source) from None
+
+
+def _root_path(data: bytes) -> str:
+    """Return the path of the specification from a manifest; FormatError if it has none."""
     try:
         manifest = json.loads(data)
     except ValueError:  # Python limits the digits of integers
-        raise format_error(f"{file}: an integer has too many digits", source) from None
+        raise FormatError("an integer has too many digits") from None
     root, items = (
         manifest.get(key) if isinstance(manifest, dict) else None
         for key in ("rootModelIdentifier", "itemInfoEntries")
     )
     if not isinstance(root, str) or not isinstance(items, dict):
         text = "no rootModelIdentifier or no itemInfoEntries: not the manifest of a Core ML package"
-        raise format_error(f"{file}: {text}", source)
+        raise FormatError(text)
     item = items.get(root)
     path = item.get("path") if isinstance(item, dict) else None
     if not isinstance(path, str):
-        raise format_error(f"{file}: the root model has no entry with a path", source)
+        raise FormatError("the root model has no entry with a path")
     if not is_inside(path):
-        refusal = format_error(f"{file}: the root model's path is not inside the package", source)
-        refusal.expected, refusal.got = "a relative path without . or ..", shorten(path, 80)
-        raise refusal
+        text = "the root model's path is not inside the package"
+        raise FormatError(text, expected="a relative path without . or ..", got=shorten(path, 80))
     return path
 
 

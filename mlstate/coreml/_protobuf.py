@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import FormatError
 
@@ -45,9 +45,9 @@ class Field(NamedTuple):
     offset: int
 
 
-def error_at(offset: int, text: str) -> FormatError:
-    """Return the FormatError for the byte `offset` of a file."""
-    return FormatError(f"byte {offset}: {text}", offset=offset)
+def error_at(offset: int, text: str, **fields: Any) -> FormatError:
+    """Return the FormatError for the byte `offset` of a file; `fields`: others of the error."""
+    return FormatError(f"byte {offset}: {text}", offset=offset, **fields)
 
 
 def length_error(field: int, offset: int, length: int, left: int, text: str) -> FormatError:
@@ -56,9 +56,8 @@ def length_error(field: int, offset: int, length: int, left: int, text: str) -> 
     `field`: its number. `offset`: byte of the file at which it begins. `length`, `left`: bytes that
     it claims and that are left. `text`: describes these, and ends the message.
     """
-    error = error_at(offset, f"field {field} claims {length} bytes, but {text}")
-    error.expected, error.got = f"at most {left} bytes", f"{length} bytes"
-    return error
+    claim = f"field {field} claims {length} bytes, but {text}"
+    return error_at(offset, claim, expected=f"at most {left} bytes", got=f"{length} bytes")
 
 
 def read_varint(message: Message, at: int) -> tuple[int, int]:

@@ -184,12 +184,8 @@ def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str)
 
     `expected`, `got`: texts on the facts that differ, in both. `remedy`: end of the message, or "".
     """
-    return incompatible(
-        f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}",
-        None,
-        expected,
-        got,
-    )
+    text = f"{labels[0]} and {labels[1]} do not belong together: {expected} and {got}{remedy}"
+    return incompatible(text, None, expected, got)
 
 
 def _check_functions(
@@ -349,13 +345,11 @@ def states_of_contexts(
         return None
     for size in sizes:
         if size not in chunks.contexts:
-            raise incompatible(
+            text = (
                 f"{chunks.origin}: no context of {size} positions; there are "
-                f"{', '.join(map(str, chunks.contexts))}",
-                None,
-                size,
-                list(chunks.contexts),
+                f"{', '.join(map(str, chunks.contexts))}"
             )
+            raise incompatible(text, None, size, list(chunks.contexts))
     return {
         size: choose_states(source, chunks.contexts[size], shared_state=shared_state)
         for size in sizes

@@ -26,13 +26,11 @@ def _too_old(missing: str) -> Exception:
     `missing`: text on the method that is missing.
     """
     version = getattr(sys.modules.get("coremltools"), "__version__", "an unknown version")
-    return incompatible(
+    text = (
         f"{missing}: coremltools 9.0 or newer is needed to move states, found {version}; run "
-        "pip install -U coremltools",
-        "coremltools",
-        "9.0 or newer",
-        version,
+        "pip install -U coremltools"
     )
+    return incompatible(text, "coremltools", "9.0 or newer", version)
 
 
 class StateManager(StateManagerBase):
@@ -135,13 +133,11 @@ class StateManager(StateManagerBase):
         states = states_of_contexts(specs, self._ladder.sizes, shared_state=self._shared_state)
         if states is None:
             read_functions(specs)  # raises a better error unless it is a model
-            raise incompatible(
+            text = (
                 f"specs: {os.fsdecode(specs)} does not list contexts as ANEMLL's meta.yaml does; "
-                "pass a mapping of context sizes",
-                None,
-                "state_transition_infer_contexts",
-                None,
+                "pass a mapping of context sizes"
             )
+            raise incompatible(text, None, "state_transition_infer_contexts", None)
         return dict(states)
 
     def _read_context(self, size: int, model: Any) -> Context:
@@ -160,13 +156,11 @@ class StateManager(StateManagerBase):
             )
             count = len(model) if isinstance(model, list | tuple) else 1
             if len(parts) not in (1, count):
-                raise incompatible(
+                text = (
                     f"specs of {size} positions have {len(parts)} chunks, and there are {count} "
-                    "models",
-                    None,
-                    count,
-                    len(parts),
+                    "models"
                 )
+                raise incompatible(text, None, count, len(parts))
             self._given_specs[size] = parts
         return super()._read_context(size, model)
 

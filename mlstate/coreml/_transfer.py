@@ -87,12 +87,8 @@ def _target_state(
         value = np.asarray(target.read_state(name=name))
         return value.shape, value.dtype
     if name not in specs:
-        raise incompatible(
-            f"{name}: the target model has no state of this name{names_hint(name, specs)}",
-            name,
-            quoted(specs),
-            name,
-        )
+        text = f"{name}: the target model has no state of this name{names_hint(name, specs)}"
+        raise incompatible(text, name, quoted(specs), name)
     spec = specs[name]
     return as_spec(name, spec).shape, spec.dtype if isinstance(spec, StateSpec) else None
 
@@ -107,12 +103,8 @@ def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
         return np.dtype(np.float32)
     if native.name not in _WRITABLE_DTYPES:
         label = label_of(dtype) or dtype
-        raise incompatible(
-            f"{name}: read_state gave {label}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}",
-            name,
-            ", ".join(_WRITABLE_DTYPES),
-            label,
-        )
+        text = f"{name}: read_state gave {label}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}"
+        raise incompatible(text, name, ", ".join(_WRITABLE_DTYPES), label)
     return native
 
 
@@ -142,35 +134,29 @@ def read_moved(
     shape, expected = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))
     if declared is not None and value.shape != declared:
-        raise incompatible(
+        text = (
             f"{name}: the source state has the shape {value.shape}, and its model declares "
-            f"{declared}",
-            name,
-            declared,
-            value.shape,
+            f"{declared}"
         )
+        raise incompatible(text, name, declared, value.shape)
     seq_axis = move.seq_axis
     positions = moved_positions(name, value.shape, shape, move.position, seq_axis)
     dtype = written_dtype(name, value.dtype)
     if expected is not None and (expected.kind == "i") != (dtype.kind == "i"):
-        raise incompatible(
+        text = (
             f"{name}: read_state gave {value.dtype}, and the target state is {expected}; use "
-            "models with the same dtype",
-            name,
-            expected,
-            value.dtype,
+            "models with the same dtype"
         )
+        raise incompatible(text, name, expected, value.dtype)
     moved = value
     if positions is not None:
         have, length = value.shape[seq_axis], shape[seq_axis]
         if length < have and not move.compact:
-            raise capacity_error(
+            text = (
                 f"{name}: the target state has {length} positions, fewer than the source's {have}; "
-                "use compact_coreml_state to compact",
-                f"at least {have}",
-                length,
-                name,
+                "use compact_coreml_state to compact"
             )
+            raise capacity_error(text, f"at least {have}", length, name)
         if move.compact:
             moved = compact_kv_state(value, length, positions, dtype, seq_axis=seq_axis)
         else:
@@ -225,13 +211,11 @@ def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any)
     count = len(sources)
     each = tuple(specs) if isinstance(specs, list | tuple) else (specs,) * count
     if not 0 < count == len(targets) == len(each):
-        raise incompatible(
+        text = (
             f"{count} source states, {len(targets)} target states and {len(each)} specs; pass one "
-            "for each chunk",
-            None,
-            count,
-            len(targets),
+            "for each chunk"
         )
+        raise incompatible(text, None, count, len(targets))
     pairs: dict[int, _Pair] = {}  # by the id of the target
     for number, (source, target, spec) in enumerate(zip(sources, targets, each, strict=True), 1):
         if source is None and target is None:
@@ -301,13 +285,11 @@ def _read_former(write: _Write) -> NDArray:
     """
     value = np.asarray(write.pair.target.read_state(name=write.name))
     if value.shape != write.value.shape:
-        raise incompatible(
+        text = (
             f"{write.name}: the target state has the shape {value.shape}, and specs declare "
-            f"{write.value.shape}",
-            write.name,
-            write.value.shape,
-            value.shape,
+            f"{write.value.shape}"
         )
+        raise incompatible(text, write.name, write.value.shape, value.shape)
     return np.array(value, written_dtype(write.name, value.dtype), order="C")
 
 
@@ -505,13 +487,11 @@ float64 or int32
         for name, value in states.items():
             spec = as_spec(name, value)
             if spec.dtype.name not in _FAKE_DTYPES:
-                raise incompatible(
+                text = (
                     f"state {name!r}: Core ML has no states of {spec.dtype}; it has "
-                    f"{', '.join(_FAKE_DTYPES)}",
-                    name,
-                    ", ".join(_FAKE_DTYPES),
-                    spec.dtype,
+                    f"{', '.join(_FAKE_DTYPES)}"
                 )
+                raise incompatible(text, name, ", ".join(_FAKE_DTYPES), spec.dtype)
             self._states[name] = np.zeros(spec.shape, spec.dtype)
 
     def __copy__(self) -> Self:

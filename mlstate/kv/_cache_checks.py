@@ -79,9 +79,8 @@ def check_length(spec: CacheSpec, length: int) -> None:
 
 def refuse_negative(number: int) -> int:
     """Raise CapacityError for a negative number, which only `crop` of transformers accepts."""
-    raise capacity_error(
+    text = (
         f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
-        f"tokens, as crop of transformers does, use trim({-number})",
-        "0 or more",
-        number,
+        f"tokens, as crop of transformers does, use trim({-number})"
     )
+    raise capacity_error(text, "0 or more", number)

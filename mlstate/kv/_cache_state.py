@@ -422,9 +422,8 @@ class CacheState(CopiedByValue):
         """
         dropped, length = as_count("n", n), self._cache.length
         if dropped > length:
-            raise capacity_error(
-                f"cannot drop {dropped} tokens: the cache has {length}", f"0..{length}", dropped
-            )
+            text = f"cannot drop {dropped} tokens: the cache has {length}"
+            raise capacity_error(text, f"0..{length}", dropped)
         self._keep_first(length - dropped)
 
     def crop(self, n: int) -> None:
@@ -444,11 +443,8 @@ class CacheState(CopiedByValue):
         number, length = as_integer("n", n), self._cache.length
         new_length = as_count("n", n) if number >= 0 else refuse_negative(number)
         if new_length > length:
-            raise capacity_error(
-                f"cannot keep {new_length} tokens: the cache has {length}",
-                f"0..{length}",
-                new_length,
-            )
+            text = f"cannot keep {new_length} tokens: the cache has {length}"
+            raise capacity_error(text, f"0..{length}", new_length)
         self._keep_first(new_length)
 
     def _keep_first(self, new_length: int) -> None:

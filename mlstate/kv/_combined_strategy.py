@@ -39,12 +39,11 @@ def _as_attention(name: str, value: object, size: int) -> int | None:
         return None
     attention_size = as_count(name, value, 1)
     if attention_size > size:
-        raise capacity_error(
+        text = (
             f"{name} {attention_size} exceeds the {size} positions of the cache: pass at most "
-            f"{size}, which is full attention",
-            f"1..{size}",
-            attention_size,
+            f"{size}, which is full attention"
         )
+        raise capacity_error(text, f"1..{size}", attention_size)
     return attention_size
 
 
@@ -121,12 +120,11 @@ class CombinedStrategy:
             )
         self._expand_at = small if expand_at is None else as_count("expand_at", expand_at, 1)
         if self._expand_at > small:
-            raise capacity_error(
+            text = (
                 f"expand_at {expand_at} exceeds the {small} positions of the small cache: pass at "
-                f"most {small}",
-                f"1..{small}",
-                expand_at,
+                f"most {small}"
             )
+            raise capacity_error(text, f"1..{small}", expand_at)
         self._ladder = ContextLadder((small, large))
 
     @property
@@ -206,12 +204,11 @@ class CombinedStrategy:
             return self._ladder.shrink(position, self._generate[0])
         large = self._prefill[0]
         if position > large:
-            raise capacity_error(
+            text = (
                 f"position {position} is beyond the {large} positions of the large cache: pass the "
-                "number of tokens in the cache",
-                f"0..{large}",
-                position,
+                "number of tokens in the cache"
             )
+            raise capacity_error(text, f"0..{large}", position)
         return LadderStep("stay", large, (range(position),))
 
     def next_step(self, position: int, size: int, new_tokens: int = 1) -> LadderStep:

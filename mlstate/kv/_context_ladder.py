@@ -56,12 +56,11 @@ def check_room(position: int, size: int, new_tokens: int) -> None:
     `position`: tokens in it; `new_tokens`: tokens to write after them.
     """
     if position + new_tokens > size:
-        raise capacity_error(
+        text = (
             f"{new_tokens} new tokens after {position} do not fit into {size} positions: follow "
-            "next_step first",
-            f"at most {max(size - position, 0)}",
-            new_tokens,
+            "next_step first"
         )
+        raise capacity_error(text, f"at most {max(size - position, 0)}", new_tokens)
 
 
 def _ranges(*ranges: range) -> tuple[range, ...]:
@@ -293,12 +292,11 @@ class ContextLadder:
             if position <= size:
                 return size
         top = self._sizes[-1]
-        raise capacity_error(
+        text = (
             f"{position} tokens do not fit into {top} positions, the largest size of the ladder: "
-            "add a larger size, or drop tokens with refill",
-            f"0..{top}",
-            position,
+            "add a larger size, or drop tokens with refill"
         )
+        raise capacity_error(text, f"0..{top}", position)
 
     def next_step(self, position: int, size: int, new_tokens: int = 1) -> LadderStep:
         """Decide what to do with a cache before the next tokens are written.
@@ -349,12 +347,11 @@ class ContextLadder:
         size = as_size(self._sizes, size)
         top = self._sizes[-1]
         if position > size and not self._rolls_at(size):
-            raise capacity_error(
+            text = (
                 f"position {position} is beyond the {size} positions of the cache: pass the "
-                "number of tokens in the cache",
-                f"0..{size}",
-                position,
+                "number of tokens in the cache"
             )
+            raise capacity_error(text, f"0..{size}", position)
         needed = position + new_tokens
         if needed <= size:
             return LadderStep("stay", size, _ranges(range(position)))
@@ -573,12 +570,11 @@ class ContextLadder:
         size = as_size(self._sizes, size)
         if self._rolls_at(size) and position + new_tokens > size:
             if new_tokens > 1:
-                raise capacity_error(
+                text = (
                     f"a rolled cache has a mask for one new token, got {new_tokens}: write them "
-                    "one by one",
-                    1,
-                    new_tokens,
+                    "one by one"
                 )
+                raise capacity_error(text, 1, new_tokens)
             position = size - 1  # the row that attends to all positions
         check_room(position, size, new_tokens)
         return mask_rows(position, size, new_tokens, attention_size=None, dtype=dtype, fill=fill)
@@ -610,13 +606,11 @@ class ContextLadder:
         `prompt`: its tokens. `addition`: text on what needs the room. `most`: the tokens of the
         largest prompt that fits; below 1 if none does.
         """
-        return capacity_error(
+        text = (
             f"prompt_tokens keeps {prompt} tokens, which do not fit into {size} positions together "
-            f"with {addition}: pass prompt_tokens of at most {max(most, 0)}, or a larger size",
-            f"0..{max(most, 0)}",
-            prompt,
-            "prompt_tokens",
+            f"with {addition}: pass prompt_tokens of at most {max(most, 0)}, or a larger size"
         )
+        return capacity_error(text, f"0..{max(most, 0)}", prompt, "prompt_tokens")
 
     def _rolls_at(self, size: int) -> bool:
         """Return whether tokens beyond a cache of `size` positions replace its oldest ones."""
@@ -633,12 +627,11 @@ class ContextLadder:
             raise self._prompt_error(sinks, "one new token", top, top - 1)
         window = top - sinks
         if new_tokens > window:
-            raise capacity_error(
+            text = (
                 f"{new_tokens} new tokens exceed the {window} positions that roll: write at most "
-                f"{window} at once",
-                f"1..{window}",
-                new_tokens,
+                f"{window} at once"
             )
+            raise capacity_error(text, f"1..{window}", new_tokens)
         first = max(sinks, position - window)  # the oldest token in the cache after the prompt
         dropped = range(first, position + new_tokens - window)
         parts = _ranges(range(sinks), range(dropped.stop, position))

@@ -177,12 +177,11 @@ def create_decode_mask(
     seq_length = as_integer("seq_length", seq_length)
     current_position = as_integer("current_position", current_position)
     if current_position == seq_length:
-        raise capacity_error(
+        text = (
             f"current_position {current_position} has no row: a mask of seq_length {seq_length} "
-            f"has the rows of the positions below {seq_length}",
-            f"below {seq_length}",
-            current_position,
+            f"has the rows of the positions below {seq_length}"
         )
+        raise capacity_error(text, f"below {seq_length}", current_position)
     return _mask(
         seq_length,
         attention_size,

@@ -63,20 +63,14 @@ def choose_function(functions: Mapping[str, object], function: str | None) -> st
     None means that neither the caller nor the model named one, which is an error too.
     """
     if not isinstance(function, str):
-        raise incompatible(
+        text = (
             f"the model has {len(functions)} functions and names no default: "
-            f"choose one with function= ({quoted(functions)})",
-            "function",
-            "a function's name",
-            None,
+            f"choose one with function= ({quoted(functions)})"
         )
+        raise incompatible(text, "function", "a function's name", None)
     if function not in functions:
-        raise incompatible(
-            f"the model has no function {function!r}{names_hint(function, functions)}",
-            function,
-            quoted(functions),
-            function,
-        )
+        text = f"the model has no function {function!r}{names_hint(function, functions)}"
+        raise incompatible(text, function, quoted(functions), function)
     return function
 
 

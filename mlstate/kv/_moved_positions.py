@@ -172,15 +172,13 @@ def _source_error(
     `source`, `target`: shapes of the state `name`, with the sequence at `seq_axis`.
     """
     length = source[seq_axis]
-    return capacity_error(
+    text = (
         f"{name}: position {position} is beyond the source state's {length} positions"
         f"{_axis_note(source, seq_axis)}; pass the number of tokens that were processed. A window "
         f"that has wrapped cannot move to {target[seq_axis]} positions, because their order is "
-        "unknown",
-        f"0..{length}",
-        position,
-        name,
+        "unknown"
     )
+    return capacity_error(text, f"0..{length}", position, name)
 
 
 def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> None:
@@ -190,21 +188,17 @@ def _check_layout(name: str, label: str, shape: tuple[int, ...], seq_axis: int) 
     """
     rank = len(shape)
     if not 2 <= rank <= 8:
-        raise incompatible(
+        text = (
             f"{name}: the {label} state has the shape {shape}; a KV state has 2 to 8 dimensions, "
-            "such as (layers, heads, sequence, head dimension)",
-            name,
-            "2 to 8 dimensions",
-            f"{rank} dimensions",
+            "such as (layers, heads, sequence, head dimension)"
         )
+        raise incompatible(text, name, "2 to 8 dimensions", f"{rank} dimensions")
     if not -rank <= seq_axis < rank:
-        raise incompatible(
+        text = (
             f"{name}: seq_axis {seq_axis} is outside {-rank}..{rank - 1}: the {label} state has "
-            f"the shape {shape}",
-            name,
-            f"{-rank}..{rank - 1}",
-            seq_axis,
+            f"the shape {shape}"
         )
+        raise incompatible(text, name, f"{-rank}..{rank - 1}", seq_axis)
 
 
 def _is_named(rank: int, seq_axis: int) -> bool:
@@ -226,22 +220,14 @@ def _check_shapes(
     )
     rank = len(source)
     if rank != len(target):
-        raise incompatible(
-            f"{name}: numbers of dimensions differ: {states}",
-            name,
-            f"{len(target)} dimensions",
-            f"{rank} dimensions",
-        )
+        text = f"{name}: numbers of dimensions differ: {states}"
+        raise incompatible(text, name, f"{len(target)} dimensions", f"{rank} dimensions")
     for axis in range(rank):
         if axis != seq_axis % rank and source[axis] != target[axis]:
             is_named = _is_named(rank, seq_axis)
             label = AXES[axis] if is_named else f"lengths of axis {axis}"
-            raise incompatible(
-                f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}",
-                name,
-                f"{label} {target[axis]}",
-                f"{label} {source[axis]}",
-            )
+            text = f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}"
+            raise incompatible(text, name, f"{label} {target[axis]}", f"{label} {source[axis]}")
 
 
 def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:

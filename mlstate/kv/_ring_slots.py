@@ -100,13 +100,11 @@ def shift_of(entry: CacheEntry, length: int) -> int:
     if slot is None:
         return 0
     if slot < ring.sinks and slot != length:
-        raise capacity_error(
+        text = (
             f"{entry.name}: next_slot {slot} is a slot of the {ring.sinks} sinks, and the cache "
-            f"has {length} tokens",
-            f"{min(length, ring.sinks)}..{ring.size}",
-            slot,
-            entry.name,
+            f"has {length} tokens"
         )
+        raise capacity_error(text, f"{min(length, ring.sinks)}..{ring.size}", slot, entry.name)
     if slot < ring.sinks:
         return 0
     # While sinks are missing, the slot is for the first token after the sinks.
