@@ -54,11 +54,8 @@ def _check_numbers(operation: str, array: Any) -> None:
     name = dtype_name(array)
     is_wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
     if is_wide or name in ("longdouble", "clongdouble"):
-        error = CompatibilityError(
-            f"{operation}: arithmetic is not supported for dtype {name}; convert the array first"
-        )
-        error.name, error.got = operation, name
-        raise error
+        text = f"{operation}: arithmetic is not supported for dtype {name}; convert the array first"
+        raise CompatibilityError(text, name=operation, got=name)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:

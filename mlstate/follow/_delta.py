@@ -136,12 +136,11 @@ def apply_delta(target: Array, delta: Delta, log: ElementLog, *, check: bool = T
 
 def base_error(expected: int | None, got: int) -> ChecksumError:
     """Return the error for elements with the CRC32C `got` after a delta, not the delta's."""
-    error = ChecksumError(
+    text = (
         f"after the change the elements have CRC32C {got:08x} instead of {expected:08x}: "
         "the delta belongs to another base, or it is damaged"
     )
-    error.expected, error.got = f"{expected:08x}", f"{got:08x}"
-    return error
+    return ChecksumError(text, expected=f"{expected:08x}", got=f"{got:08x}")
 
 
 def batches_of(sizes: Sequence[int]) -> Iterator[slice]:

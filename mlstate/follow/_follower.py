@@ -655,12 +655,11 @@ class Follower:
             slices = scales.slices(tensors[name][1], codes)
             is_same = box.elements is None and box.slices() == slices
             if not (is_whole or is_same or name in self._shards):
-                error = CompatibilityError(
+                raise CompatibilityError(
                     f"{self.path}: this rank's part of {scales.codes!r} needs other scales than "
-                    f"its part of {name!r}: follow the whole tensors, or pass a Shard of each part"
+                    f"its part of {name!r}: follow the whole tensors, or pass a Shard of each part",
+                    name=name,
                 )
-                error.name = name
-                raise error
 
     def _layout_of_part(self, published: Part) -> tuple[Layout, int]:
         """Return layout and number of the followed part of a tensor whose array is not a `Shard`.
@@ -710,11 +709,8 @@ def _require_equal(name: str, label: str, published: object, followed: object) -
     follower.
     """
     if published != followed:
-        error = CompatibilityError(
-            f"{name!r}: the published {label} is {published}, not {followed}"
-        )
-        error.name, error.expected, error.got = name, str(published), str(followed)
-        raise error
+        text = f"{name!r}: the published {label} is {published}, not {followed}"
+        raise CompatibilityError(text, name=name, expected=str(published), got=str(followed))
 
 
 def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -861,11 +857,8 @@ def _compare_checksum(name: str, array: Any, expected: int) -> None:
     """Raise ChecksumError unless the array of the tensor `name` has the CRC32C `expected`."""
     crc32c = checksum_of(array)
     if crc32c != expected:
-        error = ChecksumError(
-            f"{name!r} has CRC32C {crc32c:08x} instead of {expected:08x}: the array was changed"
-        )
-        error.name, error.expected, error.got = name, f"{expected:08x}", f"{crc32c:08x}"
-        raise error
+        text = f"{name!r} has CRC32C {crc32c:08x} instead of {expected:08x}: the array was changed"
+        raise ChecksumError(text, name=name, expected=f"{expected:08x}", got=f"{crc32c:08x}")
 
 
 def _refuse_other_content(sharing: Mapping[str, Any], checksums: Mapping[str, int]) -> None:

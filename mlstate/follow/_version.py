@@ -434,6 +434,5 @@ def refuse_other_names(names: Iterable[str], published: Iterable[str], path: str
     for label, differing in (("lacks", lacking), ("has an unpublished", extra)):
         if differing:
             name = min(differing)
-            error = CompatibilityError(f"{path}: the follower {label} tensor {name!r}")
-            error.name, error.path = name, path
-            raise error
+            text = f"{path}: the follower {label} tensor {name!r}"
+            raise CompatibilityError(text, name=name, path=path)

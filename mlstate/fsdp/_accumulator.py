@@ -144,12 +144,11 @@ def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None
 
 def _mismatch_error(name: str, label: str, got: Any, expected: Any) -> CompatibilityError:
     """Return the error for a gradient of parameter `name` whose `label`, such as shape, differs."""
-    error = CompatibilityError(
+    text = (
         f"'{name}': the gradient's {label} is {got}, expected {expected} as of the micro-batch "
         "before; nothing was added: check the parameter name, or call reset()"
     )
-    error.name, error.got, error.expected = name, str(got), str(expected)
-    return error
+    return CompatibilityError(text, name=name, got=str(got), expected=str(expected))
 
 
 def _check_gradient(name: object, gradient: Any) -> Any:

@@ -800,6 +800,5 @@ def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
 
 def _mismatch_error(name: str, label: str, got: str, expected: str) -> CompatibilityError:
     """Return the error for a gradient of parameter `name` whose `label`, such as shape, differs."""
-    error = CompatibilityError(f"{name}: the new gradient has {label} {got}, expected {expected}")
-    error.name, error.got, error.expected = name, got, expected
-    return error
+    text = f"{name}: the new gradient has {label} {got}, expected {expected}"
+    return CompatibilityError(text, name=name, got=got, expected=expected)

@@ -111,11 +111,8 @@ def _check_addend(name: str, target: Any, gradient: Any) -> None:
         ("shape", str(tuple(gradient.shape)), str(tuple(target.shape))),
     ):
         if got != expected:
-            error = CompatibilityError(
-                f"'{name}': a gradient of {label} {got} cannot be added to one of {expected}"
-            )
-            error.name, error.got, error.expected = name, got, expected
-            raise error
+            text = f"'{name}': a gradient of {label} {got} cannot be added to one of {expected}"
+            raise CompatibilityError(text, name=name, got=got, expected=expected)
 
 
 def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:

@@ -208,9 +208,8 @@ def diff_states(
             try:
                 change = change_beyond(first[name], second[name], rtol, atol)
             except TypeError as reason:  # packed floats
-                error = CompatibilityError(f"{name!r}: {reason}; omit rtol and atol")
-                error.name = name
-                raise error from None
+                text = f"{name!r}: {reason}; omit rtol and atol"
+                raise CompatibilityError(text, name=name) from None
             if change is None:
                 unchanged += 1
             else:

@@ -75,13 +75,12 @@ class ScaleBlocks(NamedTuple):
             slices = part.slices() if part.elements is None else part.elements
         if got != shape or slices != self.slices:
             ranges = ", ".join(f"{each.start}:{each.stop}" for each in self.slices)
-            error = CompatibilityError(
+            text = (
                 f"{loader.folder}: rank {loader.request.rank} needs the scales [{ranges}] of "
                 f"{name!r}, which has the shape {self.row.shape}, for its part of {self.codes!r}, "
                 f"and the target has the shape {got}: pass an array of the shape {shape}"
             )
-            error.name, error.expected, error.got = name, str(shape), str(got)
-            raise error
+            raise CompatibilityError(text, name=name, expected=str(shape), got=str(got))
         dtype = "float32" if self._is_converted(loader, name_of(array.dtype)) else self.row.dtype
         _check_array(name, array, dtype, shape, cast=loader.request.cast)
 

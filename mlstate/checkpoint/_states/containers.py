@@ -248,13 +248,12 @@ def refuse_other_parts(new: Any, current: Any, name: str) -> None:
         for each in (new, current)
     )
     if not equal_values(got, expected):
-        error = CompatibilityError(
+        text = (
             f"{name!r} is stored as {got[0]} with {got[1]} and parts of {got[2]}, the target has "
             f"{expected[0]} with {expected[1]} and parts of {expected[2]}: create the target with "
             "the saved class and block size"
         )
-        error.name, error.expected, error.got = name, str(expected), str(got)
-        raise error
+        raise CompatibilityError(text, name=name, expected=str(expected), got=str(got))
 
 
 def class_named(node: Mapping[str, Any], classes: Mapping[str, type]) -> type:

@@ -152,8 +152,5 @@ def check_fits(value: Any, library: str, saved: str, state: Any, where: str) -> 
             for s in (target_state, state)
         )
     if expected != got:
-        error = CompatibilityError(
-            f"{where} is the state of another generator: saved {got}, expected {expected}"
-        )
-        error.name, error.expected, error.got = where, expected, got
-        raise error
+        text = f"{where} is the state of another generator: saved {got}, expected {expected}"
+        raise CompatibilityError(text, name=where, expected=expected, got=got)

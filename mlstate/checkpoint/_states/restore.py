@@ -186,13 +186,12 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
         return None
     if rank is None or world_size != ranks:
         got = "none" if rank is None else f"rank {rank} of {world_size}"
-        error = CompatibilityError(
+        text = (
             f"{label} differs between the {ranks} ranks that saved it, so it can be loaded only by "
             f"as many ranks: pass group=, or rank= and world_size={ranks} (got {got}), or leave "
             "this state out of into="
         )
-        error.name, error.expected, error.got = label, f"{ranks} ranks", got
-        raise error
+        raise CompatibilityError(text, name=label, expected=f"{ranks} ranks", got=got)
     return rank
 
 

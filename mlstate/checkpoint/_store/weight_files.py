@@ -372,11 +372,10 @@ def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Ex
     chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)
     if weights is None or not chosen:
         return None
-    error = TensorNotFoundError(
+    text = (
         f"Tensor {chosen[0]!r} is not in {tensors[chosen[0]]!r}, the file that {weights.root} names"
     )
-    error.name, error.path = chosen[0], folder
-    return error
+    return TensorNotFoundError(text, name=chosen[0], path=folder)
 
 
 def warn_of_total(folder: Files, manifest: Manifest, merged: _core.MergedIndex) -> None:

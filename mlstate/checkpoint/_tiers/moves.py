@@ -351,9 +351,8 @@ class TierMoves:
 
         `to`: the tier whose budget is exceeded.
         """
-        refusal = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
-        refusal.name = unit.name
-        return refusal
+        text = f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}"
+        return CapacityError(text, name=unit.name)
 
     def _check_fits(self, unit: Unit, to: Tier) -> None:
         """Raise CapacityError if `unit` does not fit into the tier `to` without moving others."""

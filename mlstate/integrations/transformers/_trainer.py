@@ -126,9 +126,8 @@ def _check_arguments(args: Any, state: Any, directory: Any) -> None:
     if state.is_hyper_param_search:
         options.append("hyperparameter_search")
     for name in options:
-        error = CompatibilityError(f"MLStateCallback does not support {name}: {problems[name]}")
-        error.name = name
-        raise error
+        text = f"MLStateCallback does not support {name}: {problems[name]}"
+        raise CompatibilityError(text, name=name)
 
 
 def _skips_batches(args: Any, state: Any, loader: Any) -> bool:

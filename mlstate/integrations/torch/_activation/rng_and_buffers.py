@@ -34,9 +34,7 @@ def refusal(
     `name`: of the block. `expected`, `got`: texts of the first run's value and of the present one.
     The caller must keep no reference to it, which would be a cycle with its traceback.
     """
-    error = MLStateError(text)
-    error.name, error.expected, error.got = name, expected, got
-    return error
+    return MLStateError(text, name=name, expected=expected, got=got)
 
 
 def devices_of(leaves: Iterable[object]) -> set[torch.device]:

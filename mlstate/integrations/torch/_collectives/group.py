@@ -45,11 +45,10 @@ def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
     if not reduced:
         return tensor_over(flat.view(np.uint8))
     if not torch_has(name_of(flat.dtype)):
-        error = CompatibilityError(
+        text = (
             f"{operation}: torch has no dtype {flat.dtype} to compute with; convert the array first"
         )
-        error.name, error.got = operation, str(flat.dtype)
-        raise error
+        raise CompatibilityError(text, name=operation, got=str(flat.dtype))
     native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
     # an empty array may have strides of 0, which torch cannot view as bytes
     return tensor_over(native if native.size else np.empty(1, native.dtype)[:0])

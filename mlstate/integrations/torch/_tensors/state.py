@@ -44,9 +44,8 @@ def _unstorable(name: str, label: str, reason: str, tensor: torch.Tensor) -> Uns
 
     `label`: replaces the name in the message, or "".
     """
-    error = UnstorableError(f"{label or repr(name)} is {reason}")
-    error.name, error.got = name, name_of(tensor.dtype)
-    return error
+    text = f"{label or repr(name)} is {reason}"
+    return UnstorableError(text, name=name, got=name_of(tensor.dtype))
 
 
 def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
@@ -387,12 +386,11 @@ def sharable(array: NDArray) -> bool:
 
 def _dtype_error(name: str, dtype: object) -> CompatibilityError:
     """Return the error for the array `name` with a dtype that torch lacks."""
-    error = CompatibilityError(
+    text = (
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"
     )
-    error.name, error.got = name, str(dtype)
-    return error
+    return CompatibilityError(text, name=name, got=str(dtype))
 
 
 def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
