@@ -162,6 +162,5 @@ def _collect_squares(
 
 def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:
     """Return the error of `clip_grad_norm` on `rank`; `bad`: the rank at fault, None if unknown."""
-    error = CollectiveError(f"clip_grad_norm on rank {rank}: {reason}; nothing was changed")
-    error.name, error.rank = "clip_grad_norm", bad
-    return error
+    text = f"clip_grad_norm on rank {rank}: {reason}; nothing was changed"
+    return CollectiveError(text, name="clip_grad_norm", rank=bad)

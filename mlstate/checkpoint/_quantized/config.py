@@ -57,9 +57,7 @@ class Quantization(NamedTuple):
 
 def _malformed(path: str, text: str) -> FormatError:
     """Return the FormatError for a malformed quantization_config in the file `path`."""
-    error = format_error(f"{path}: quantization_config {text}", path)
-    error.name = ENTRY
-    return error
+    return format_error(f"{path}: quantization_config {text}", path, ENTRY)
 
 
 def unsupported(path: str, text: str) -> CompatibilityError:

@@ -268,11 +268,8 @@ class _Finder:
 
     def _problem(self, name: str, text: str) -> FormatError:
         """Return the FormatError for the weight `name`, raised if its values are loaded."""
-        error = format_error(
-            f"{self.path}: {name!r}: {text}; load the stored tensors without cast=", self.path
-        )
-        error.name = name
-        return error
+        problem = f"{self.path}: {name!r}: {text}; load the stored tensors without cast="
+        return format_error(problem, self.path, name)
 
     def find(self) -> Pairs:
         """Return all pairs.

@@ -13,7 +13,7 @@ from ..._common.file_kinds import (
     kind_of_file,
     kind_of_folder,
 )
-from ..._common.store_error import format_error, store_error
+from ..._common.store_error import store_error
 from ...errors import FormatError
 from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
@@ -51,9 +51,8 @@ def whole_source(path: str, name: str, manifest: Manifest | None = None) -> Whol
 
 def _refusal(path: str, kind: FileKind) -> FormatError:
     """Return the error for content that mlstate does not read."""
-    error = format_error(f"{path}: {kind.sentence}", path)
-    error.expected, error.got = "a format that mlstate reads", kind.name
-    return error
+    text, expected = f"{path}: {kind.sentence}", "a format that mlstate reads"
+    return FormatError(text, path=path, expected=expected, got=kind.name)
 
 
 def _open_file(path: str, format: str | None) -> Source:

@@ -56,9 +56,9 @@ class WeightFiles(NamedTuple):
         return StoreNotFoundError(2, f"{text}{count}{listed(self.missing)}{remedy}", first)
 
 
-def _wrong(folder: Files, root: str, text: str) -> FormatError:
-    """Return a FormatError about the file `root` of a folder."""
-    return format_error(f"{root}: {text}", os.path.join(folder.path, root))
+def _wrong(folder: Files, root: str, text: str, name: str | None = None) -> FormatError:
+    """Return a FormatError about the file `root` of a folder, and the tensor `name`."""
+    return format_error(f"{root}: {text}", os.path.join(folder.path, root), name)
 
 
 def _warn(folder: Files, root: str, text: str) -> None:
@@ -87,9 +87,7 @@ def _check_file_name(folder: Files, root: str, tensor: str, name: Any, suffix: s
         text = f"the file of {tensor!r} has a name of more than {_MOST_NAME} bytes"
     else:
         return
-    error = _wrong(folder, root, text)
-    error.name = tensor
-    raise error
+    raise _wrong(folder, root, text, tensor)
 
 
 def parse_index(folder: Files, root: str, data: bytes, suffix: str = SUFFIX) -> WeightFiles:
@@ -318,9 +316,7 @@ def bytes_of(array: Any) -> memoryview:
 def _copy_error(folder: Files, key: str, file: str, first_file: str) -> FormatError:
     """Return the FormatError for a tensor that `file` and `first_file` hold with other bytes."""
     text = f"{key!r} has other bytes than in {first_file}: parts of a tensor are not joined; move "
-    error = _wrong(folder, file, text + "one of the files away")
-    error.name = key
-    return error
+    return _wrong(folder, file, text + "one of the files away", key)
 
 
 def warn_of_differences(

@@ -263,6 +263,4 @@ def _zstandard() -> Any:
 
 
 def _error(kind: type[Any], name: str, text: str) -> Any:
-    error = kind(f"the delta of {name!r} {text}")
-    error.name = name
-    return error
+    return kind(f"the delta of {name!r} {text}", name=name)
