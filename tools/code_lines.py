@@ -17,6 +17,8 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 
+import refusal_texts
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDERS = (
     "csrc/core",
@@ -155,6 +157,8 @@ def main() -> None:
         print(f"{name:28}{source[name]:8,}{tests[name]:8,}{ratio}")
     share = shares["inside"] / shares["all"]
     print(f"\n{share:.0%} of the lines of Python tests are inside tests")
+    counts = {side: len(texts) for side, texts in refusal_texts.unsettled().items()}
+    print(f"error texts of the core: {counts['both']} tested twice, {counts['neither']} by no test")
 
 
 if __name__ == "__main__":
