@@ -41,7 +41,7 @@ CAPABILITIES = {
     "Core ML, Core AI, Swift": r"coreml|coreai|swift|mlpackage|anemll",
     "KV caches": r"/kv|kv_|cache|mlx|attention",
     "activation and plans": r"activation|planning|planner|strateg|plan_model",
-    "groups of ranks": r"collectives|shm|distributed|/mpi|group_|rank_jobs|rank_threads|hosts",
+    "groups of ranks": r"collectives|shm|distributed|/mpi|testing|group_|_ranks|hosts",
     "gradients": r"fsdp|gradient|hook|reduce|bucket",
     "tiers": r"tier",
     "values beside tensors": r"_states|states_|optimizer|trainers|lightning|resume|training",

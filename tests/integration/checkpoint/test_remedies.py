@@ -2,12 +2,10 @@
 
 import enum
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-import rank_jobs
 
 import mlstate
 from mlstate import OptimizerStateDict
@@ -367,11 +365,3 @@ def targets_that_cannot_change(folder):
     text = r"take the value from LoadedState\.states of load\(path\) without into="
     yield lambda: mlstate.load(folder, into={"states": {"x": 0}}), text
     assert mlstate.load(folder).states["x"] == 3
-
-
-# ---- sharded modules and tensors ----
-
-RANKS = Path(__file__).with_name("remedy_ranks.py")
-FOUR = ["another_order_of_the_mesh"]
-TWO = [name for name in rank_jobs.scenarios(RANKS) if name not in FOUR]
-outcomes, test_the_remedies_of_ranks_work = rank_jobs.agreement(RANKS, {2: TWO, 4: FOUR})

@@ -1,35 +1,33 @@
-"""The ranks of test_remedies.py: errors about sharded modules and tensors, and their remedies."""
+"""Errors about sharded modules and tensors on ranks, and the remedies that they name."""
 
-import sys
-from pathlib import Path
-
+import gloo_ranks
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from group_model import raises
-from module_ranks import model as extra_model
-from module_ranks import same
+from group_model import raises, shared_folder
 from sharded_models import flat
+from test_torch_module_ranks import model as extra_model
+from test_torch_module_ranks import same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch_processes import main, scenario
 
 import mlstate
 from mlstate import CompatibilityError
 
-FOLDER = Path(sys.argv[1]).parent
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 WHOLE = torch.arange(16.0).reshape(8, 2)
 
 
 # ---- FSDP1: "use fully_shard" ----
 
 
-@scenario
-def fsdp1_and_own_load_methods_of_modules(group):
-    folder = FOLDER / "methods"
+@gloo_ranks.run_on(2)
+def test_fully_shard_loads_modules_with_own_methods(group):
+    folder = shared_folder(group)
     source = extra_model({"scale": 2.0})
     mlstate.save(folder, source, group=group)
     text = "use fully_shard (FSDP2), or load into the module before wrapping it"
@@ -64,9 +62,9 @@ def buffers(optimizer):
     return [optimizer.state[each]["momentum_buffer"].full_tensor() for each in parameters]
 
 
-@scenario
-def fsdp1_and_own_load_methods_of_optimizers(group):
-    folder = FOLDER / "optimizers"
+@gloo_ranks.run_on(2)
+def test_fully_shard_loads_optimizers_with_own_methods(group):
+    folder = shared_folder(group)
     mlstate.save(folder, *trained(flat, 0), group=group)
     into = dict(zip(["model", "optimizer"], trained(flat, 1), strict=True))
     text = "cannot load states of FSDP1's flat parameters: use fully_shard (FSDP2)"
@@ -78,8 +76,8 @@ def fsdp1_and_own_load_methods_of_optimizers(group):
     assert all(map(torch.equal, buffers(target), expected))
 
 
-@scenario
-def fsdp1_over_tensor_parallelism(group):
+@gloo_ranks.run_on(2)
+def test_fully_shard_loads_over_tensor_parallelism(group):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def parallel(seed):
@@ -87,7 +85,7 @@ def fsdp1_over_tensor_parallelism(group):
         module = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU())
         return parallelize_module(module, mesh["tp"], {"0": ColwiseParallel()})
 
-    folder = FOLDER / "parallel"
+    folder = shared_folder(group)
     source = fully_shard(parallel(0), mesh=mesh["dp"])
     mlstate.save(folder, source, group=group)
     text = "is cut by tensor parallelism under FSDP1: use fully_shard (FSDP2)"
@@ -104,10 +102,11 @@ def fsdp1_over_tensor_parallelism(group):
 
 def refused_then_stored(group, name, text, tensor, *remedied):
     """Check that a save refuses `tensor` with `text`, and stores each of `remedied` as `WHOLE`."""
+    parent = shared_folder(group)
     states = {"x": [tensor]}
-    raises(TypeError, text, mlstate.save, FOLDER / name, states=states, group=group)
+    raises(TypeError, text, mlstate.save, parent / name, states=states, group=group)
     for number, each in enumerate(remedied):
-        folder = FOLDER / f"{name} {number}"
+        folder = parent / f"{name} {number}"
         mlstate.save(folder, states={"x": [each]}, group=group)
         assert np.array_equal(mlstate.load(folder).states["x"][0], WHOLE)
 
@@ -118,16 +117,16 @@ def placed(local, mesh, *placements):
     return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, **shape)
 
 
-@scenario
-def partial_sums(group):
+@gloo_ranks.run_on(2)
+def test_redistributed_partial_sums_are_stored(group):
     tensor = placed(WHOLE / 2, init_device_mesh("cpu", (2,)), Partial())
     text = "only Shard and Replicate can be collected; redistribute() it first"
     remedied = (tensor.redistribute(placements=[each]) for each in (Replicate(), Shard(0)))
     refused_then_stored(group, "partial", text, tensor, *remedied)
 
 
-@scenario
-def strided_shards(group):
+@gloo_ranks.run_on(2)
+def test_redistributed_strided_shards_are_stored(group):
     local = WHOLE.reshape(2, 2, 2, 2)[:, group.rank].reshape(4, 2)
     tensor = placed(local, init_device_mesh("cpu", (2,)), _StridedShard(0, split_factor=2))
     text = "strides of 2 cannot be described by a Layout; redistribute() it"
@@ -135,8 +134,8 @@ def strided_shards(group):
     refused_then_stored(group, "strided", text, tensor, *remedied)
 
 
-@scenario
-def another_order_of_the_mesh(group):
+@gloo_ranks.run_on(4)
+def test_redistributed_orders_of_the_mesh_are_stored(group):
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
@@ -154,8 +153,8 @@ def another_order_of_the_mesh(group):
     refused_then_stored(group, "order", text, tensor, whole, remedied)
 
 
-@scenario
-def uneven_parts(group):
+@gloo_ranks.run_on(2)
+def test_parts_divided_by_torch_are_stored(group):
     local = WHOLE[:6] if group.rank == 0 else WHOLE[6:]
     mesh = init_device_mesh("cpu", (2,))
     tensor = placed(local, mesh, Shard(0))
@@ -166,9 +165,9 @@ def uneven_parts(group):
     refused_then_stored(group, "uneven", text, tensor, remedied)
 
 
-@scenario
-def dtensors_in_groups(group):
-    folder = FOLDER / "groups"
+@gloo_ranks.run_on(2)
+def test_full_tensors_in_groups_are_stored(group):
+    folder = shared_folder(group)
     module, optimizer = trained(fully_shard, 0)
     tensor = distribute_tensor(WHOLE, init_device_mesh("cpu", (2,)), [Shard(0)])
     optimizer.param_groups[0]["scale"] = tensor
@@ -181,7 +180,3 @@ def dtensors_in_groups(group):
     mlstate.load(folder, into={"model": module, "optimizer": target}, group=group)
     assert torch.equal(target.param_groups[0]["scale"], WHOLE)
     assert all(map(torch.equal, buffers(target), buffers(optimizer)))
-
-
-if __name__ == "__main__":
-    main(default=True)
