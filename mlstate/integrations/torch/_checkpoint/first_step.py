@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...._common.arrays import is_torch
 from .fsdp1_flat import is_flattened
-from .optimizer_contract import has_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -17,14 +16,11 @@ _MOST = 64  # elements of a small parameter along each dimension
 
 
 def _needs_own_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
-    """Return whether a step of a small copy would show too little, or affect something else.
+    """Return whether a small copy cannot show the states that the first step creates.
 
     Classes of torch need no copy: their states can be stored. Sharded parameters have no small
-    form. An optimizer with tensors has made a step, and they may be large. Hooks expect the
-    optimizer itself.
+    form. An optimizer with tensors has made a step, and they may be large.
     """
-    from torch.optim import optimizer as base
-
     values = [
         value
         for states in optimizer.state.values()
@@ -34,9 +30,6 @@ def _needs_own_step(optimizer: torch.optim.Optimizer, parameters: list[torch.Ten
         type(optimizer).__module__.startswith("torch.optim")
         or any(hasattr(p, "device_mesh") or is_flattened(p) for p in parameters)
         or any(map(is_torch, values))
-        or has_hooks(optimizer, "step")
-        or base._global_optimizer_pre_hooks
-        or base._global_optimizer_post_hooks
     )
 
 
@@ -98,7 +91,10 @@ def after_first_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer 
             warnings.simplefilter("ignore")
             small = [each for group in groups for each in _small_parameters(group)]
             new = _copy_for(optimizer, parameters, small)
-            type(new).step(new)
+            step: Any = type(new).step
+            if hasattr(step, "hooked"):  # torch's wrapper, which calls hooks of the optimizer
+                step = step.__wrapped__
+            step(new)
             return _copy_for(new, small, parameters)
     except Exception:  # of any class: the step is another library's
         return None

@@ -30,7 +30,7 @@ def _is_overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
     return name in vars(optimizer) or not module.startswith("torch.optim.")
 
 
-def has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
+def _has_hooks(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether an optimizer has hooks before or after `name`, such as "state_dict"."""
     hooks = vars(optimizer)
     return any(bool(hooks.get(f"_optimizer_{name}_{when}_hooks")) for when in ("pre", "post"))
@@ -45,7 +45,7 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     return (
         has_property
         or _is_overridden(optimizer, "state_dict")
-        or has_hooks(optimizer, "state_dict")
+        or _has_hooks(optimizer, "state_dict")
     )
 
 
@@ -57,7 +57,7 @@ def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
         any(_is_overridden(optimizer, name) for name in names)
-        or has_hooks(optimizer, "load_state_dict")
+        or _has_hooks(optimizer, "load_state_dict")
         or has_own_state_dict(optimizer)
     )
 
