@@ -136,17 +136,22 @@ def is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def python_parts(folder: str, *, rows: bool = True) -> set[str]:
-    """Return the constant parts of literals in a folder, with or without rows."""
-    parts: set[str] = set()
+def python_parts(folder: str) -> tuple[set[str], set[str]]:
+    """Return the constant parts of literals in a folder: outside rows of refusals, and in them."""
+    outside: set[str] = set()
+    inside: set[str] = set()
     for path in (ROOT / folder).rglob("*.py"):
-        left_out: set[int] = set()
+        docstrings: set[int] = set()
+        rows: set[int] = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if is_docstring(node) or (not rows and is_row(node)):
-                left_out.update(map(id, ast.walk(node)))
-            if id(node) not in left_out and isinstance(node, ast.Constant | ast.JoinedStr):
-                parts.update(part.strip() for part in constant_parts(node))
-    return {part for part in parts if is_identifying(part)}
+            if is_docstring(node):
+                docstrings.update(map(id, ast.walk(node)))
+            elif is_row(node):
+                rows.update(map(id, ast.walk(node)))
+            elif isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in docstrings:
+                parts = map(str.strip, constant_parts(node))
+                (inside if id(node) in rows else outside).update(filter(is_identifying, parts))
+    return outside, inside
 
 
 def in_c(texts: list[Text]) -> set[Text]:
@@ -187,11 +192,12 @@ def unsettled() -> dict[str, list[Text]]:
     texts = core_texts()
     c = in_c(texts)
     # Words of the package's own texts do not identify a text of the core.
-    package = "\n".join(python_parts("mlstate"))
-    outside = {part for part in python_parts("tests", rows=False) if part not in package}
+    package = "\n".join(set.union(*python_parts("mlstate")))
+    outside, rows = python_parts("tests")
+    own = {part for part in outside if part not in package}
     return {
-        "both": sorted(c & in_python(texts, outside)),
-        "neither": sorted(set(texts) - c - in_python(texts, python_parts("tests"))),
+        "both": sorted(c & in_python(texts, own)),
+        "neither": sorted(set(texts) - c - in_python(texts, outside | rows)),
     }
 
 
