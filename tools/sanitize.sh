@@ -36,8 +36,8 @@ if [ "$part" = slice ]; then
     chosen=(tests/hostile tests/state -m "not long and not slow and not torch and not coremltools")
     for name in kv_state mask rolling transition cache_quantize save save_sparse \
         unchanged load repair codecs merged_index index_patterns tiers accumulator prompt_log \
-        compression reduce reduce_scatter plan strategies change_tables; do
-        chosen+=("$(find tests -name "test_$name.py")")
+        reduce reduce_scatter plan strategies change_tables; do
+        chosen+=("$(find tests -name "test_$name.py" | grep .)") # fails if there is none
     done
 fi
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1

@@ -44,7 +44,7 @@ chosen=(--ignore=tests/faults tests)
 if [ "${2:-all}" = slice ]; then
     chosen=()
     for part in checkpoint cli_checkpoint core_module demo distributed fsdp transition plan schema state strategies; do
-        chosen+=("$(find tests -name "test_$part.py")")
+        chosen+=("$(find tests -name "test_$part.py" | grep .)")
     done
 fi
 PYTHONPATH=$PWD/tools "$clean" -m pytest -q -p no:cacheprovider \
