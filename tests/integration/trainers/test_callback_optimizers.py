@@ -108,7 +108,7 @@ def test_values_that_the_first_step_creates_are_accepted(tmp_path, make):
     begin(tmp_path, module, Projecting(module.parameters(), make))
 
 
-def test_the_check_before_the_first_step_changes_nothing_of_a_training(tmp_path):
+def test_step_of_a_copy_leaves_the_training_unchanged(tmp_path):
     module = torch.nn.Linear(2, 2)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer = Projecting(module.parameters(), dict)
