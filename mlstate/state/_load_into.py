@@ -14,7 +14,6 @@ from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.scales import CODE_FLOATS
 from .._common.text import shorten
-from .._sharding.layout import Shard
 from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
@@ -149,17 +148,24 @@ def load_into(
         Unexpected key(s) in state_dict: "module.w".
         1 of 1 names match after rename(source, {'module.': ''}).
     """
-    check_flags(strict=strict, cast=cast)
-    if is_module(target):
-        _load_into_module(target, as_dict(source), strict, cast)
+    # After a copy of more than a level 2 cache, each Python function takes microseconds, because
+    # its code was evicted. So a load of dicts calls few.
+    if strict is not True or cast is not False:
+        check_flags(strict=strict, cast=cast)
+    arrays = source if isinstance(source, dict) else as_dict(source)
+    if isinstance(target, dict):
+        entries = target
+    elif is_module(target):
+        _load_into_module(target, arrays, strict, cast)
         return
-    entries = as_dict(target)
-    _refuse_copies(target, entries)
-    loaded = _load(entries, as_dict(source), strict, cast, dry_run=False)
-    arrays = [value.array if isinstance(value, Shard) else value for value in loaded]
-    written = [array for array in arrays if is_torch(array)]
-    if written:
-        backend_of(written[0], TensorBackend).note_written(written)
+    else:
+        entries = as_dict(target)
+        _refuse_copies(target, entries)
+    others = _load(entries, arrays, strict, cast, False)  # those that are no arrays of NumPy
+    if others:
+        tensors = [getattr(value, "array", value) for value in others]
+        if written := [tensor for tensor in tensors if is_torch(tensor)]:
+            backend_of(written[0], TensorBackend).note_written(written)
 
 
 def _refuse_copies(target: Mapping[str, Any], entries: dict[str, Any]) -> None:
@@ -181,11 +187,11 @@ def check_load(
     target: Mapping[str, Any], source: Mapping[str, Any], *, strict: bool, cast: bool
 ) -> None:
     """Raise what `load_into` would raise for these mappings; nothing is written."""
-    _load(as_dict(target), as_dict(source), strict, cast, dry_run=True)
+    _load(as_dict(target), as_dict(source), strict, cast, True)  # a dry run
 
 
 def _load(
-    target: dict[str, Any], source: dict[str, Any], strict: bool, cast: bool, *, dry_run: bool
+    target: dict[str, Any], source: dict[str, Any], strict: bool, cast: bool, dry_run: bool
 ) -> list[Any]:
     """Copy the arrays of `source` to `target`, and return the written ones; raise as `load_into`.
 
@@ -208,7 +214,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
     # `own_tensors` by name: of submodules that load themselves, by `own_load`
     target, own_tensors, own_load = backend.module_target(module, source, strict=strict)
     arrays = {name: value for name, value in source.items() if not target.loads_itself(name)}
-    _load(target.arrays, arrays, strict, cast, dry_run=True)
+    _load(target.arrays, arrays, strict, cast, True)  # a dry run
     entries = {name: source[name] for name in own_tensors if hasattr(source.get(name), "dtype")}
     *_, dtypes = _core.state_compare(entries, own_tensors)
     refused = [
