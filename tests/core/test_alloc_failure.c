@@ -490,7 +490,7 @@ static mls_code plan_loading(mls_status *st)
                                         {text("two"), &tied_to, &tied_from},
                                         {text("large"), &large_to, &large_from}};
     mls_load_into *plan = NULL;
-    const mls_code code = mls_load_into_new(pairs, 3, false, &plan, st);
+    const mls_code code = mls_load_into_new(pairs, 3, false, 1, &plan, st);
     CHECK((code == MLS_OK) == (plan != NULL));
     mls_load_into_free(plan);
     return code;

@@ -8,7 +8,8 @@
  * each other. Third, the copies are listed as chunks, and the chunks are grouped into
  * tasks; a thread takes one task at a time.
  *
- * A task has about PART bytes: many small tensors, or one chunk of a large one.
+ * A task has about PART bytes: many small tensors, or one chunk of a large one. For one
+ * thread, plain copies are not divided.
  * Destinations that share memory form one task of any size, with their chunks in the
  * order of the pairs.
  */
@@ -116,6 +117,7 @@ typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
     bool cast;                         /* dtypes may be converted */
+    size_t threads;                    /* that will run the plan */
     item *items;                       /* one for each pair */
     mls_address_range *ranges, *spare; /* two per pair; at first, the reads are in
                                           `ranges` and the writes in `spare` */
@@ -445,14 +447,16 @@ static bool add_unsplit(planner *p, size_t index, bool together)
     return add_chunk(p, unsplit, entry->bytes, together);
 }
 
-/* Divide a plain pair into chunks of PART bytes; the last one may be shorter and may
- * share a task. Returns false if memory runs out. */
+/* Divide a plain pair into chunks; the last one may be shorter and may share a task. If
+ * one thread copies all, it is one chunk, for one memcpy as in NumPy: glibc stores many
+ * MiB past the cache, but not PART bytes. Returns false if memory runs out. */
 static bool split_copy(planner *p, const item *entry)
 {
+    const bool is_shared = p->threads > 1 && p->load->bytes >= MLS_POOL_COPY_BYTES;
     bool fits = true;
-    for (size_t at = 0; at < entry->bytes && fits; at += PART) {
+    for (size_t at = 0, size; at < entry->bytes && fits; at += size) {
         const size_t rest = entry->bytes - at;
-        const size_t size = rest < PART ? rest : PART;
+        size = is_shared ? mls_size_least(rest, PART) : rest;
         fits = add_chunk(
             p, (chunk){.to = entry->to + at, .from = entry->from + at, .size = size},
             size, false);
@@ -561,9 +565,10 @@ static mls_code make_plan(planner *p)
 /* Check and plan a load. The arrays of the planner are freed at the end; the plan keeps
  * only chunks and tasks. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
-                           mls_load_into **out, mls_status *st)
+                           size_t threads, mls_load_into **out, mls_status *st)
 {
-    planner p = {.pairs = pairs, .count = count, .cast = cast, .st = st};
+    planner p = {
+        .pairs = pairs, .count = count, .cast = cast, .threads = threads, .st = st};
     mls_code code;
     p.load = mls_alloc(1, sizeof *p.load);
     p.items = mls_alloc(count, sizeof *p.items);

@@ -22,7 +22,7 @@ typedef struct mls_load_into_pair {
 /* A plan of all copies; constant while it runs. */
 typedef struct mls_load_into mls_load_into;
 
-/* Checks every pair and plans the work.
+/* Checks every pair and plans the work of `threads` threads.
  *
  * Rules for pairs:
  * - Shapes must be equal. Dtypes must be equal too, or convertible if `cast`.
@@ -44,7 +44,7 @@ typedef struct mls_load_into mls_load_into;
  * sets none. On failure `*out` is unchanged.
  */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
-                           mls_load_into **out, mls_status *st);
+                           size_t threads, mls_load_into **out, mls_status *st);
 
 /* Returns the bytes to write, without pairs that are left out. */
 size_t mls_load_into_bytes(const mls_load_into *load);

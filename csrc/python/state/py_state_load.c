@@ -93,7 +93,8 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     if (job_add_all(state, p, job) < 0) {
         return -1;
     }
-    if (mls_load_into_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
+    if (mls_load_into_new(job->pairs, job->count, cast, mls_pool_threads(state->pool),
+                          &job->load, &st) != MLS_OK) {
         if (st.code == MLS_E_DTYPE && !cast) {
             mlspy_status_hint(&st, "pass cast=True to convert");
         }

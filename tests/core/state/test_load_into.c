@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { SMALL = 4096, LARGE = 4 << 20, MOST_THREADS = 4 };
+enum { SMALL = 4096, LARGE = 8 << 20, MOST_THREADS = 4 };
 
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE];
@@ -25,8 +25,9 @@ static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
     mls_load_into *plan = NULL;
     mls_pool *pool = NULL;
     mls_status st;
-    const bool ready = mls_pool_new(threads, &pool, &st) == MLS_OK &&
-                       mls_load_into_new(pairs, count, true, &plan, &st) == MLS_OK;
+    const bool ready =
+        mls_pool_new(threads, &pool, &st) == MLS_OK &&
+        mls_load_into_new(pairs, count, true, threads, &plan, &st) == MLS_OK;
     if (ready) {
         mls_load_into_run(plan, mls_kernels_of(best_cpu()), pool);
     }
@@ -41,7 +42,7 @@ static mls_code refusal(const mls_load_into_pair *pairs, size_t count, bool cast
 {
     mls_load_into *plan = NULL;
     memcpy(before, small, sizeof small);
-    const mls_code code = mls_load_into_new(pairs, count, cast, &plan, st);
+    const mls_code code = mls_load_into_new(pairs, count, cast, 1, &plan, st);
     CHECK(code != MLS_OK && st->code == code && plan == NULL);
     CHECK(memcmp(before, small, sizeof small) == 0);
     return code;
@@ -196,7 +197,7 @@ TEST(a_target_that_is_its_source_is_left_out)
         pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
         pair("row", &row, &same_row)};
     mls_load_into *plan = NULL;
-    REQUIRE(mls_load_into_new(pairs, 5, false, &plan, &status) == MLS_OK);
+    REQUIRE(mls_load_into_new(pairs, 5, false, 1, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 0);
     mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
     mls_load_into_free(plan);
@@ -215,7 +216,7 @@ TEST(empty_lists_and_empty_tensors_load)
     mls_load_into *plan = NULL;
     CHECK(load(NULL, 0, 2));
     fill_random(small, sizeof small, 3);
-    REQUIRE(mls_load_into_new(pairs, 3, false, &plan, &status) == MLS_OK);
+    REQUIRE(mls_load_into_new(pairs, 3, false, 1, &plan, &status) == MLS_OK);
     CHECK(mls_load_into_bytes(plan) == 16);
     mls_load_into_run(plan, mls_kernels_of(best_cpu()), NULL);
     CHECK(memcmp(small, small + 64, 16) == 0);
@@ -302,7 +303,7 @@ TEST(the_sweep_agrees_with_comparing_all)
             }
         }
         memcpy(expected, small, sizeof small);
-        const mls_code code = mls_load_into_new(pairs, count, false, &plan, &status);
+        const mls_code code = mls_load_into_new(pairs, count, false, 1, &plan, &status);
         CHECK((code == MLS_E_OVERLAP) == collides(targets, sources, count));
         if (code == MLS_OK) {
             for (size_t i = 0; i < count; i++) {

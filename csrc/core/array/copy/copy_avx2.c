@@ -134,16 +134,6 @@ static inline bool is_slow_by_memcpy(const void *dst, const void *src)
     return ahead > 0 && ahead < SLOW;
 }
 
-/* Copy by memcpy, in parts as long as a trial: glibc stores longer ones past the cache,
- * and the trials have not measured that. */
-static void copy_by_memcpy(unsigned char *dst, const unsigned char *src, size_t bytes)
-{
-    for (size_t part; bytes > 0; bytes -= part, dst += part, src += part) {
-        part = bytes < MLS_STORE_TRIAL_BYTES ? bytes : MLS_STORE_TRIAL_BYTES;
-        memcpy(dst, src, part);
-    }
-}
-
 /* Copy `bytes` bytes with the kind of store `how`. Stores that bypass the cache use
  * convert_run; its "conversion" is a load. */
 MLS_TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store how)
@@ -153,7 +143,7 @@ MLS_TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_st
     } else if (how == MLS_STORE_LOOP || is_slow_by_memcpy(dst, src)) {
         copy_by_loop(dst, src, bytes);
     } else {
-        copy_by_memcpy(dst, src, bytes);
+        memcpy(dst, src, bytes);
     }
 }
 
