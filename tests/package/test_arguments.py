@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +21,21 @@ STATE = {"w": np.ones((4, 2), np.float32)}
 CACHE = np.zeros((2, 1, 1, 4, 2), np.float16)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a checkpoint, a run and a file, from which each test gets a copy."""
+    folder = tmp_path_factory.mktemp("saved")
+    mlstate.save(folder / "c", STATE)
+    CheckpointManager(folder / "run").save(1, STATE)
+    mlstate.save_file(STATE, folder / "file.safetensors")
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def place(saved, tmp_path, monkeypatch):
     """A working folder with a checkpoint, a run and a file."""
+    shutil.copytree(saved, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    mlstate.save("c", STATE)
-    CheckpointManager("run").save(1, STATE)
-    mlstate.save_file(STATE, "file.safetensors")
     return tmp_path
 
 
