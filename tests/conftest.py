@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -16,6 +17,14 @@ sys.dont_write_bytecode = False
 
 # Idle threads of OpenMP spin: with several workers, some tests of torch took five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Files of tests are in memory if it is large: waiting for a disk took more time than computing.
+# Some tests run programs that they compile there.
+MEMORY, LEAST = "/dev/shm", 8 << 30
+if os.access(MEMORY, os.W_OK):
+    is_large = shutil.disk_usage(MEMORY).free >= LEAST
+    if is_large and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("TMPDIR", MEMORY)
 
 # A shell starts background processes with SIGINT ignored; Python then raises nothing on Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
