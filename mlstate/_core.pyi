@@ -220,6 +220,9 @@ def targets_tied(
     sections: list[tuple[str, list[str], _Dict]], joint: int, /
 ) -> list[list[str]]: ...
 def state_digest(state: _Dict, update: Callable[[Any], Any], /) -> None: ...
+def digest_part(
+    array: Any, shape: tuple[int, ...], starts: tuple[int, ...], /
+) -> tuple[int, int]: ...
 
 # (axis or name of a step without one, parts), ...: the steps of a layout
 _Steps: TypeAlias = tuple[tuple[int | str, int], ...]

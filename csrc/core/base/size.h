@@ -1,4 +1,4 @@
-/* size: sums and products of sizes that cannot wrap.
+/* size: sums and products of sizes that cannot wrap; little-endian integers in bytes.
  *
  * Every byte count, offset and element count in the core is computed by these functions.
  * Each returns true and stores the result, or returns false and leaves `*out` untouched.
@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 /* Set `*out` to a + b, sizes in memory. Returns false on overflow; `*out` is then
  * unchanged. The compiler's builtins read the processor's carry or overflow flag, so the
@@ -118,6 +119,30 @@ static inline void mls_store_le64(unsigned char *bytes, uint64_t value)
     for (int i = 0; i < 8; i++) {
         bytes[i] = (unsigned char)(value >> (8 * i));
     }
+}
+
+/* Read a little-endian integer of four bytes, at any alignment. */
+static inline uint32_t mls_load_le32(const unsigned char *bytes)
+{
+    return (uint32_t)bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 |
+           (uint32_t)bytes[3] << 24;
+}
+
+/* Write a little-endian integer of four bytes, at any alignment. */
+static inline void mls_store_le32(unsigned char *bytes, uint32_t value)
+{
+    for (int i = 0; i < 4; i++) {
+        bytes[i] = (unsigned char)(value >> (8 * i));
+    }
+}
+
+/* Return the machine's byte order without the preprocessor. */
+static inline bool mls_is_little_endian(void)
+{
+    const uint16_t number = 1;
+    unsigned char first;
+    memcpy(&first, &number, 1);
+    return first == 1;
 }
 
 #endif

@@ -169,19 +169,4 @@ mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
                                const mls_crc_kernels *crc, mls_prompt_head *out,
                                mls_status *st);
 
-/* Read a little-endian integer of four bytes, at any alignment. */
-static inline uint32_t mls_load_le32(const unsigned char *bytes)
-{
-    return (uint32_t)bytes[0] | (uint32_t)bytes[1] << 8 | (uint32_t)bytes[2] << 16 |
-           (uint32_t)bytes[3] << 24;
-}
-
-/* Write a little-endian integer of four bytes, at any alignment. */
-static inline void mls_store_le32(unsigned char *bytes, uint32_t value)
-{
-    for (int i = 0; i < 4; i++) {
-        bytes[i] = (unsigned char)(value >> (8 * i));
-    }
-}
-
 #endif

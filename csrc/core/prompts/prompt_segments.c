@@ -4,6 +4,7 @@
 
 #include "base/memory.h"
 #include "base/search.h"
+#include "base/size.h"
 #include "io/file.h"
 
 #include <dirent.h>

@@ -3,6 +3,7 @@
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
+#include "base/size.h"
 #include "io/file.h"
 
 #include <errno.h>

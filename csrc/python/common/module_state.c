@@ -75,6 +75,7 @@ static int start_core(mlspy_state *state)
     state->own_kernels = *mls_kernels_of(cpu);
     state->own_kernels.choices = &state->choices;
     state->kernels = &state->own_kernels;
+    mls_digest_keys_init(&state->digest_keys);
     if (mls_pool_new(mls_pool_default_threads(), &state->pool, &st) != MLS_OK) {
         PyErr_NoMemory();
         return -1;

@@ -14,6 +14,7 @@
 #include "array/copy/copy.h"
 #include "crc32c/crc32c.h"
 #include "runtime/thread_pool.h"
+#include "state/digest.h"
 
 #include <stdatomic.h>
 
@@ -58,6 +59,7 @@ struct mlspy_state {
     const mls_kernels *kernels; /* points to `own_kernels` */
     mls_kernels own_kernels;    /* kernels of the set chosen at import, with `choices` */
     mls_store_choices choices;
+    mls_digest_keys digest_keys;
     mls_pool *pool; /* owned; NULL until mlspy_state_init */
 };
 

@@ -100,15 +100,6 @@ static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
     return isinf(value) || !isinf(reads_as);
 }
 
-/* Return the machine's byte order without the preprocessor. */
-static bool is_little_endian(void)
-{
-    const uint16_t number = 1;
-    unsigned char first;
-    memcpy(&first, &number, 1);
-    return first == 1;
-}
-
 /* Encode one value in dtype and byte order of the destination. Round floats; integers
  * must be exact, and all other types accept only zero. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
@@ -129,7 +120,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
         }
         encode_integer(value, element.bytes);
         /* on a big-endian machine the low bytes come last */
-        if (!is_little_endian()) {
+        if (!mls_is_little_endian()) {
             mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
