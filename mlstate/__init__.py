@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .checkpoint._diff import diff
+    from .checkpoint._digest import digest
     from .errors import (
         CapacityError,
         ChecksumError,
@@ -98,6 +99,7 @@ __all__ = [
     "coreai",
     "coreml",
     "diff",
+    "digest",
     "distributed",
     "errors",
     "export_huggingface",
@@ -156,6 +158,7 @@ _NAMES = {
         "verify",
     ),
     ".checkpoint._diff": ("diff",),
+    ".checkpoint._digest": ("digest",),
     ".errors": (
         "CapacityError",
         "ChecksumError",

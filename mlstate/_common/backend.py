@@ -70,6 +70,11 @@ class TensorBackend(Protocol):
     def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
         """Let `write` fill a tensor, with the framework's checks for writes in place."""
 
+    def digest_part(
+        self, tensor: Any, shape: tuple[int, ...], starts: tuple[int, ...]
+    ) -> tuple[int, int]:
+        """Return what `_core.digest_part` returns, of a tensor on a device."""
+
     def note_written(self, tensors: Iterable[Any]) -> None:
         """Tell autograd that tensors were written to."""
 

@@ -73,9 +73,9 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
             yield from list_entries((*keys, key), each)
 
 
-def _name_of(keys: tuple[Any, ...]) -> str:
-    """Return the keys of an entry joined by dots, without a first key "model"."""
-    return ".".join(map(str, keys[1:] if keys[0] == "model" else keys))
+def name_of_keys(keys: tuple[Any, ...]) -> str:
+    """Return the keys of an entry joined by dots, without a first key "model" of a state."""
+    return ".".join(map(str, keys[1:] if keys[0] == "model" and len(keys) > 1 else keys))
 
 
 def name_entries(
@@ -108,7 +108,7 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     entries = [
         each for label, state in states.items() if state for each in list_entries((label,), state)
     ]
-    return name_entries(entries, _name_of)
+    return name_entries(entries, name_of_keys)
 
 
 class Settings(NamedTuple):

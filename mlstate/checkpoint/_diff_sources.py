@@ -12,6 +12,7 @@ from .._common.scales import codes_of
 from ..errors import CheckpointWarning
 from ..state import diff
 from ..state._diff import StateDiff, diff_states, join_diffs
+from .._sharding.layout import Layout, Shard
 from ._checkpoint.checkpoint import TensorRecord
 from ._convert.lightning import as_folder
 from ._diff import Settings, diff_settings, list_entries, name_entries
@@ -57,10 +58,14 @@ class Side:
     named states are in memory.
     """
 
-    def __init__(self, source: Source) -> None:
-        """Read what lists the tensors. Warns of nested values that cannot be compared."""
+    def __init__(self, source: Source, *, verify: bool = False) -> None:
+        """Read what lists the tensors. Warns of nested values that cannot be compared.
+
+        `verify`: compare all bytes with checksums; tensors are not mapped then.
+        """
         self.path, self._source = source.path, source
-        self._mmap = isinstance(source, IndexedSource) and source.files.folder.is_local
+        is_folder = isinstance(source, IndexedSource) and source.files.folder.is_local
+        self._mmap = is_folder and not verify
         if isinstance(source, WholeSource):
             source.parts.refuse_unreadable()
         elif not getattr(source, "has_index", True):
@@ -139,6 +144,17 @@ class Side:
         # elements that differ because of damage are reported as different
         read = self._source.read(section, stored, _WHOLE, verify=not self._mmap, mmap=self._mmap)
         return {**entries, **read}
+
+    def cut(self, section: int, key: str, parts: int, index: int) -> Shard:
+        """Return one of `parts` flat parts of a stored tensor, which is verified."""
+        layout, shape = Layout.flat(parts), self.entries[section][key].shape
+        cuts = (layout.steps, index, parts)
+        array = self._source.read(section, [key], cuts, verify=True)[key]
+        return Shard(array, layout, index, shape=shape)
+
+    def batches(self, section: int, keys: list[str]) -> Iterator[list[str]]:
+        """Yield names in batches whose tensors fit the memory; a larger one is alone."""
+        return _batches(section, [self], keys)
 
 
 class SourceDiff(NamedTuple):

@@ -1,0 +1,198 @@
+"""`mlstate.digest`: of states in memory, on one rank or all, and of every path that `load` takes.
+
+A path is read once, in batches of bounded memory; its bytes are verified as by a load.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from .._common.arrays import refuse_given_away, refuse_unstorable
+from .._common.backend import is_module, is_optimizer
+from .._common.callback import Progress
+from .._common.set_module import set_module
+from ..collectives._consensus import agree
+from ..state._digest import (
+    Digest,
+    Part,
+    TensorDigest,
+    add_lanes,
+    join_parts,
+    pack_parts,
+    part_of,
+    unpack_parts,
+    value_of,
+)
+from ._checkpoint.checkpoint import TensorRecord
+from ._diff import list_entries, name_entries, name_of_keys
+from ._diff_sources import Side
+from ._loaded_state import LoadedState
+from ._save.content import states_of
+from ._sources.open_source import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..collectives import ProcessGroup
+    from ._sources.protocol import Source
+
+_PREFIXES = ("", "optimizer.", "states.")  # of the names in a section
+_PART_BYTES = 64 << 20  # of a larger tensor of a file that is read at a time
+
+
+@set_module("mlstate")
+def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
+    """Return a number for each tensor that does not depend on how tensors are divided.
+
+    Equal digests mean equal names, dtypes, shapes and bits: of a model before and after a
+    refactoring, of a checkpoint and its export, of a trainer and an inference engine whose ranks
+    have other parts.
+
+    Parameters
+    ----------
+    what : mapping, torch.nn.Module, torch.optim.Optimizer, LoadedState, str or os.PathLike
+        A state: arrays, tensors and `Shard` by name, a module or an optimizer; or a mapping of
+        names to those, such as ``{"model": model, "optimizer": optimizer}``, whose names get the
+        prefixes that they have in a checkpoint. DTensors and parts of FSDP1 count by their place in
+        the whole tensor. Or a path or URL that `load` takes: its tensors are read once, in bounded
+        memory, and verified.
+    group : ProcessGroup, optional
+        The ranks that have the parts of the tensors; all of them call this. They exchange the
+        digests of their parts, not the elements. Default: this process has all.
+
+    Returns
+    -------
+    Digest
+        A mapping of name to `TensorDigest` (dtype, shape, value), the same on every rank. Names of
+        a checkpoint's optimizer begin with ``"optimizer."``, those of named states with
+        ``"states."``. Values of parameter groups, such as a learning rate, do not count.
+
+    Raises
+    ------
+    CompatibilityError
+        Ranks have different dtypes, shapes or bits of one tensor, or their parts overlap or do not
+        cover a tensor. The message names the tensor and the rank.
+    TypeError
+        A DTensor has partial values, or a value is not a state.
+    StoreError, FormatError, ChecksumError
+        As for `load`.
+
+    Notes
+    -----
+    The digest has 128 bits; a change within 8 adjacent bytes of an element always changes it. It
+    finds accidents, and is not cryptographic: `StateDict.digest` is a SHA-256, which depends on
+    each rank's part. Elements in main memory are read once and not copied, at about the speed of
+    a copy; those on a device stay there.
+
+    Examples
+    --------
+    >>> import numpy as np, mlstate
+    >>> from mlstate.checkpoint import Layout
+    >>> from mlstate.testing import run_ranks
+    >>> weights = np.arange(12.0).reshape(4, 3)
+    >>> def divided(group):
+    ...     shard = Layout.axis(1, 3).shard(weights, group.rank)
+    ...     return mlstate.digest({"w": shard}, group=group)
+    >>> run_ranks(3, divided)[0] == mlstate.digest({"w": weights})
+    True
+    """
+    if group is None or group.world_size == 1:
+        return join_parts([_parts_of(what, None)])
+    parts: dict[str, Part] = {}
+    error = None
+    try:
+        parts = _parts_of(what, group)
+    except Exception as raised:
+        error = raised
+    agree(group, "digest", error)
+    messages = group.gather_bytes(pack_parts(parts))
+    return join_parts([*map(unpack_parts, messages or ())])
+
+
+def digest_of(source: Source, progress: Progress = None) -> Digest:
+    """Return the digest of a source; `progress` is called with numbers of bytes, or None."""
+    return source.attempt(lambda: join_parts([dict(_stored_parts(source.fresh(), 0, 1, progress))]))
+
+
+def _parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
+    """Return the digests of this rank's parts by name; of a path, of its share of the tensors."""
+    rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
+    if isinstance(what, str | os.PathLike):
+        source = open_source(what)
+        return source.attempt(lambda: dict(_stored_parts(source.fresh(), rank, ranks, None)))
+    return {name: part_of(array) for name, array in _live_entries(what, ranks).items()}
+
+
+def _live_entries(what: Any, ranks: int) -> dict[str, Any]:
+    """Return the arrays and parts of a state in memory by name; `ranks`: that hold it together."""
+    if isinstance(what, LoadedState):
+        what = {"model": what.model, "optimizer": what.optimizer, **_named(what.states or {})}
+    if is_module(what) or is_optimizer(what) or hasattr(what, "get_state_dict"):
+        what = {"model": what}
+    if not hasattr(what, "keys"):
+        raise TypeError(
+            "digest: a state must be a mapping of str to arrays, a module, an optimizer or a path, "
+            f"got {type(what).__name__}"
+        )
+    module = what["model"] if "model" in what and is_module(what["model"]) else None
+    entries = []
+    for name in what:
+        if what[name] is not None:
+            entries += list_entries((name,), _state_of(what[name], module, ranks))
+    arrays = name_entries(entries, name_of_keys)
+    refuse_given_away(arrays)
+    refuse_unstorable(arrays)
+    return arrays
+
+
+def _named(states: Any) -> dict[str, Any]:
+    """Return named states with the prefix of their names."""
+    return {f"states.{name}": state for name, state in states.items()}
+
+
+def _state_of(value: Any, module: Any, ranks: int) -> Any:
+    """Return a value of a state as arrays or a container of them.
+
+    `module`: has the parameters of an optimizer; None: unknown.
+    """
+    if is_optimizer(value):
+        return states_of(module, value, ranks)[1]
+    if is_module(value) or hasattr(value, "get_state_dict"):
+        tensors, _, (others, _) = states_of(value, None, ranks)
+        return {**tensors, **others}
+    return value
+
+
+def _stored_parts(
+    source: Source, rank: int, ranks: int, progress: Progress
+) -> Iterator[tuple[str, Part]]:
+    """Yield name and digest of each whole tensor of a path that is in a rank's share."""
+    side = Side(source, verify=True)
+    number = 0
+    for section, prefix in enumerate(_PREFIXES):
+        chosen = []
+        for key in side.entries[section]:
+            number += 1
+            if number % ranks == rank:
+                chosen.append(key)
+        for batch in side.batches(section, chosen):
+            [first, *_] = batch
+            if side.memory(section, first) > _PART_BYTES:
+                parts = {first: _large_part(side, section, first)}
+            else:
+                parts = {key: part_of(array) for key, array in side.arrays(section, batch).items()}
+            for key, part in parts.items():
+                name = key.replace("/", ".", 1) if prefix == _PREFIXES[-1] else key
+                yield prefix + name, part
+            if progress is not None:
+                progress(sum(side.nbytes(section, key) for key in batch))
+
+
+def _large_part(side: Side, section: int, key: str) -> Part:
+    """Return the digest of a tensor that is read in several parts."""
+    record: TensorRecord = side.entries[section][key]
+    count = -(-record.nbytes // _PART_BYTES)
+    whole = (((0,) * len(record.shape), record.shape),)
+    lanes = add_lanes(part_of(side.cut(section, key, count, i)).lanes for i in range(count))
+    return Part(record.dtype, record.shape, whole, lanes)
