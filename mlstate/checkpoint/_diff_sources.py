@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.arrays import copy_of
 from .._common.batches import batches_of
 from .._common.scales import codes_of
+from .._sharding.layout import Layout, Shard
 from ..errors import CheckpointWarning
 from ..state import diff
 from ..state._diff import StateDiff, diff_states, join_diffs
-from .._sharding.layout import Layout, Shard
 from ._checkpoint.checkpoint import TensorRecord
 from ._convert.lightning import as_folder
 from ._diff import Settings, diff_settings, list_entries, name_entries
@@ -128,6 +128,10 @@ class Side:
     def nbytes(self, section: int, key: str) -> int:
         """Return the bytes of a tensor; 0 if it does not exist."""
         return int(getattr(self.entries[section].get(key), "nbytes", 0))
+
+    def total_bytes(self) -> int:
+        """Return the bytes of all tensors."""
+        return sum(entry.nbytes for entries in self.entries for entry in entries.values())
 
     def memory(self, section: int, key: str) -> int:
         """Return the bytes of memory that a tensor takes; 0 if it is mapped, or in memory."""
@@ -255,8 +259,7 @@ def diff_sources(
         sides = Side(first), Side(second)
         listed = [[*left | right] for left, right in zip(*(s.entries for s in sides), strict=True)]
         _, chosen = chosen_names(listed, names, "")
-        read = [entry for entries in sides[0].entries for entry in entries.values()]
-        with progress(lambda: sum(entry.nbytes for entry in read)) as report:
+        with progress(sides[0].total_bytes) as report:
             sections = [
                 _compare_section(n, sides, keys, report, **tolerance)
                 for n, keys in enumerate(chosen)

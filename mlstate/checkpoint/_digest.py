@@ -10,21 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import refuse_given_away, refuse_unstorable
 from .._common.backend import is_module, is_optimizer
-from .._common.callback import Progress
 from .._common.set_module import set_module
 from ..collectives._consensus import agree
 from ..state._digest import (
     Digest,
     Part,
-    TensorDigest,
     add_lanes,
     join_parts,
     pack_parts,
     part_of,
     unpack_parts,
-    value_of,
 )
-from ._checkpoint.checkpoint import TensorRecord
 from ._diff import list_entries, name_entries, name_of_keys
 from ._diff_sources import Side
 from ._loaded_state import LoadedState
@@ -34,7 +30,9 @@ from ._sources.open_source import open_source
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .._common.callback import CountedProgress, Progress
     from ..collectives import ProcessGroup
+    from ._checkpoint.checkpoint import TensorRecord
     from ._sources.protocol import Source
 
 _PREFIXES = ("", "optimizer.", "states.")  # of the names in a section
@@ -110,9 +108,15 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     return join_parts([*map(unpack_parts, messages or ())])
 
 
-def digest_of(source: Source, progress: Progress = None) -> Digest:
-    """Return the digest of a source; `progress` is called with numbers of bytes, or None."""
-    return source.attempt(lambda: join_parts([dict(_stored_parts(source.fresh(), 0, 1, progress))]))
+def digest_of(source: Source, progress: CountedProgress) -> Digest:
+    """Return the digest of the tensors of a source."""
+
+    def read() -> Digest:
+        side = Side(source.fresh(), verify=True)
+        with progress(side.total_bytes) as report:
+            return join_parts([dict(_stored_parts(side, 0, 1, report))])
+
+    return source.attempt(read)
 
 
 def _parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
@@ -120,7 +124,9 @@ def _parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
     rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
     if isinstance(what, str | os.PathLike):
         source = open_source(what)
-        return source.attempt(lambda: dict(_stored_parts(source.fresh(), rank, ranks, None)))
+        return source.attempt(
+            lambda: dict(_stored_parts(Side(source.fresh(), verify=True), rank, ranks, None))
+        )
     return {name: part_of(array) for name, array in _live_entries(what, ranks).items()}
 
 
@@ -136,7 +142,7 @@ def _live_entries(what: Any, ranks: int) -> dict[str, Any]:
             f"got {type(what).__name__}"
         )
     module = what["model"] if "model" in what and is_module(what["model"]) else None
-    entries = []
+    entries: list[Any] = []
     for name in what:
         if what[name] is not None:
             entries += list_entries((name,), _state_of(what[name], module, ranks))
@@ -165,10 +171,9 @@ def _state_of(value: Any, module: Any, ranks: int) -> Any:
 
 
 def _stored_parts(
-    source: Source, rank: int, ranks: int, progress: Progress
+    side: Side, rank: int, ranks: int, progress: Progress
 ) -> Iterator[tuple[str, Part]]:
     """Yield name and digest of each whole tensor of a path that is in a rank's share."""
-    side = Side(source, verify=True)
     number = 0
     for section, prefix in enumerate(_PREFIXES):
         chosen = []

@@ -20,6 +20,7 @@ from . import cache, coreai, coreml, demo, info, prompts
 from . import checksum as checkpoint_checksum
 from . import convert as checkpoint_convert
 from . import diff as checkpoint_diff
+from . import digest as checkpoint_digest
 from . import follow as weights_follow
 from . import inspect as checkpoint_inspect
 from . import prune as checkpoint_prune
@@ -39,6 +40,7 @@ _COMMANDS = (
     checkpoint_verify,
     checkpoint_checksum,
     checkpoint_diff,
+    checkpoint_digest,
     checkpoint_reshard,
     checkpoint_convert,
     checkpoint_prune,

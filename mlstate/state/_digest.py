@@ -103,7 +103,9 @@ class DigestDiff(Shown):
         rows = []
         for name, first, second in self.changed:
             field = next(i for i in range(3) if first[i] != second[i])
-            rows.append((name, TensorDigest._fields[field], *map(str, (first[field], second[field]))))
+            rows.append(
+                (name, TensorDigest._fields[field], *map(str, (first[field], second[field])))
+            )
         for label, names in (("first", self.missing), ("second", self.unexpected)):
             rows += [(name, f"only in the {label}", "", "") for name in names]
         return Table(self._title(), ["tensor", "differs", "first", "second"], rows)
@@ -372,10 +374,10 @@ def join_parts(ranks: Sequence[Mapping[str, Part]]) -> Digest:
 
 def _join(name: str, parts: dict[int, Part]) -> TensorDigest:
     """Return the digest of one tensor, whose parts are by rank."""
-    for field, values in (("dtype", [p.dtype for p in parts.values()]),
-                          ("shape", [p.shape for p in parts.values()])):  # fmt: skip
-        if len(set(values)) > 1:
-            raise _error(name, f"ranks have another {field}: {_listed(dict(zip(parts, values)))}")
+    for field in ("dtype", "shape"):
+        values = {rank: getattr(part, field) for rank, part in parts.items()}
+        if len(set(values.values())) > 1:
+            raise _error(name, f"ranks have another {field}: {_listed(values)}")
     _, shape, *_ = first = next(iter(parts.values()))
     copies: dict[tuple[Box, ...], dict[int, Lanes]] = {}
     for rank, part in parts.items():

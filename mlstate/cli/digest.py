@@ -1,0 +1,64 @@
+"""``mlstate digest``: print digests of tensors, or compare two states by them."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+from ..checkpoint._digest import digest_of
+from ..state._digest import Digest
+from ._common import (
+    PATH_HELP,
+    Commands,
+    add_command,
+    choice_of,
+    find,
+    print_result,
+    shared,
+    step_usage,
+)
+from ._progress import progress_of
+
+__all__ = ["add"]
+
+_SIDES = ("first", "second")
+
+
+def add(commands: Commands) -> None:
+    """Add the parser of ``mlstate digest`` to `commands`; it sets ``run``."""
+    help_text = "print a digest of each tensor, or compare two paths by their digests"
+    usages = {
+        "first": f"{PATH_HELP}, or a .json file of digests",
+        "second": {"nargs": "?", "help": "the same, to compare with"},
+        **{f"--{side}-step N": step_usage(side) for side in _SIDES},
+        **shared("--monitor", "--mode"),
+    }
+    add_command(commands, "digest", help_text, run_digest, usages, {1: "they differ"})
+
+
+def _digest_of(arguments: argparse.Namespace, side: str) -> Digest:
+    """Return the digest of the path of an argument; of a .json file, the digest in it."""
+    path = getattr(arguments, side)
+    if path.endswith(".json") and Path(path).is_file():
+        return Digest.from_json(Path(path).read_bytes())
+    source = find(path, choice_of(arguments, f"{side}_step"))
+    return digest_of(source, partial(progress_of, "digest"))
+
+
+def run_digest(arguments: argparse.Namespace) -> int:
+    """Print the digest of the first path, or the differences; return 1 if they differ, else 0."""
+    first = _digest_of(arguments, "first")
+    if arguments.second is None:
+        listed = {"digest": str(first), "tensors": {name: [*e] for name, e in first.items()}}
+        return print_result(arguments, listed, [first._table()])
+    difference = first.diff(_digest_of(arguments, "second"))
+    changed = [{"name": name, "first": [*a], "second": [*b]} for name, a, b in difference.changed]
+    data: dict[str, object] = {
+        "identical": difference.identical,
+        "missing": difference.missing,
+        "unexpected": difference.unexpected,
+        "changed": changed,
+        "unchanged": difference.unchanged,
+    }
+    return print_result(arguments, data, [difference._table()], 0 if difference.identical else 1)
