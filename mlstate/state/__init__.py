@@ -29,6 +29,7 @@ from ._compatibility import (
     shapes_match,
 )
 from ._diff import StateDiff, TensorChange, diff
+from ._digest import Digest, DigestDiff, TensorDigest
 from ._load_into import load_into, rename
 from ._optimizer_state import OptimizerStateDict, OptimizerType
 from ._state_dict import ModelStateDict, StateDict, Stateful
@@ -36,6 +37,8 @@ from ._state_dict import ModelStateDict, StateDict, Stateful
 __all__ = [
     "CompatibilityResult",
     "Difference",
+    "Digest",
+    "DigestDiff",
     "ModelStateDict",
     "OptimizerStateDict",
     "OptimizerType",
@@ -43,6 +46,7 @@ __all__ = [
     "StateDiff",
     "Stateful",
     "TensorChange",
+    "TensorDigest",
     "check_compatibility",
     "diff",
     "get_missing_keys",

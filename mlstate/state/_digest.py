@@ -19,7 +19,6 @@ from .._common.arrays import is_on_device, is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import NAMES, name_of
 from .._common.report import Shown, Table
-from .._common.set_module import set_module
 from .._common.text import shorten
 from .._sharding.layout import Shard
 from ..errors import CompatibilityError, FormatError
@@ -37,7 +36,6 @@ Lanes = tuple[int, int]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # first index and length on each axis
 
 
-@set_module("mlstate.state")
 class TensorDigest(NamedTuple):
     """The digest of one tensor.
 
@@ -56,7 +54,6 @@ class TensorDigest(NamedTuple):
     value: str
 
 
-@set_module("mlstate.state")
 class DigestDiff(Shown):
     """The differences of two digests.
 
@@ -111,7 +108,6 @@ class DigestDiff(Shown):
         return Table(self._title(), ["tensor", "differs", "first", "second"], rows)
 
 
-@set_module("mlstate.state")
 class Digest(Mapping[str, TensorDigest]):
     """The digests of a state's tensors, by name.
 
