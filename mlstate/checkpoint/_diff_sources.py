@@ -73,7 +73,7 @@ class Side:
         manifest, kinds = source.manifest, source.manifest.states or {}
         self.step = manifest.step
         labels = {name: f"states[{name!r}]" for name in kinds}
-        nested = self._nested_values(labels)
+        self.nested = nested = self._nested_values(labels)  # named states that are nested values
         records = [*map(TensorRecord._make, source.index.tensors())]
         # dtypes and shapes by name, of the model, the optimizer, and the states
         facts: list[dict[str, Any]] = [
@@ -156,9 +156,13 @@ class Side:
         array = self._source.read(section, [key], cuts, verify=True)[key]
         return Shard(array, layout, index, shape=shape)
 
-    def batches(self, section: int, keys: list[str]) -> Iterator[list[str]]:
-        """Yield names in batches whose tensors fit the memory; a larger one is alone."""
-        return _batches(section, [self], keys)
+    def is_stored(self, section: int, key: str) -> bool:
+        """Return whether an entry is a tensor that is read later, and no nested value."""
+        return isinstance(self.entries[section][key], TensorRecord)
+
+    def batches(self, section: int, keys: list[str], most: int) -> Iterator[list[str]]:
+        """Yield names in batches that take at most `most` bytes of memory; a larger one alone."""
+        return batches_of(keys, lambda key: self.memory(section, key), most, _BATCH_TENSORS)
 
 
 class SourceDiff(NamedTuple):

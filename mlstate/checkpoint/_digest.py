@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ._sources.protocol import Source
 
 _PREFIXES = ("", "optimizer.", "states.")  # of the names in a section
-_PART_BYTES = 64 << 20  # of a larger tensor of a file that is read at a time
+PART_BYTES = 64 << 20  # read at a time, of a large tensor or of several
 
 
 @set_module("mlstate")
@@ -174,30 +174,27 @@ def _stored_parts(
     side: Side, rank: int, ranks: int, progress: Progress
 ) -> Iterator[tuple[str, Part]]:
     """Yield name and digest of each whole tensor of a path that is in a rank's share."""
-    number = 0
     for section, prefix in enumerate(_PREFIXES):
-        chosen = []
-        for key in side.entries[section]:
-            number += 1
-            if number % ranks == rank:
-                chosen.append(key)
-        for batch in side.batches(section, chosen):
-            [first, *_] = batch
-            if side.memory(section, first) > _PART_BYTES:
-                parts = {first: _large_part(side, section, first)}
+        stored = [key for key in side.entries[section] if side.is_stored(section, key)]
+        for batch in side.batches(section, stored[rank::ranks], PART_BYTES):
+            if side.memory(section, batch[0]) > PART_BYTES:
+                parts = {batch[0]: _large_part(side, section, batch[0])}
             else:
                 parts = {key: part_of(array) for key, array in side.arrays(section, batch).items()}
             for key, part in parts.items():
-                name = key.replace("/", ".", 1) if prefix == _PREFIXES[-1] else key
-                yield prefix + name, part
+                is_named = prefix == _PREFIXES[-1]
+                yield prefix + (key.replace("/", ".", 1) if is_named else key), part
             if progress is not None:
                 progress(sum(side.nbytes(section, key) for key in batch))
+    if side.nested:  # in memory
+        arrays = name_entries([*list_entries(("states",), side.nested)], name_of_keys)
+        yield from ((name, part_of(array)) for name, array in arrays.items())
 
 
 def _large_part(side: Side, section: int, key: str) -> Part:
     """Return the digest of a tensor that is read in several parts."""
     record: TensorRecord = side.entries[section][key]
-    count = -(-record.nbytes // _PART_BYTES)
+    count = -(-record.nbytes // PART_BYTES)
     whole = (((0,) * len(record.shape), record.shape),)
     lanes = add_lanes(part_of(side.cut(section, key, count, i)).lanes for i in range(count))
     return Part(record.dtype, record.shape, whole, lanes)
