@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from .._common.arrays import refuse_given_away, refuse_unstorable
-from .._common.backend import is_module, is_optimizer
+from .._common.arrays import is_torch, refuse_given_away, refuse_unstorable
+from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.set_module import set_module
+from .._sharding.backend import ShardBackend
 from ..collectives._consensus import agree
 from ..state._digest import (
     Digest,
@@ -112,7 +113,7 @@ def digest_of(source: Source, progress: CountedProgress) -> Digest:
     """Return the digest of the tensors of a source."""
 
     def read() -> Digest:
-        side = Side(source.fresh(), verify=True)
+        side = Side(source, verify=True)
         with progress(side.total_bytes) as report:
             return join_parts([dict(_stored_parts(side, 0, 1, report))])
 
@@ -125,7 +126,7 @@ def _parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
     if isinstance(what, str | os.PathLike):
         source = open_source(what)
         return source.attempt(
-            lambda: dict(_stored_parts(Side(source.fresh(), verify=True), rank, ranks, None))
+            lambda: dict(_stored_parts(Side(source, verify=True), rank, ranks, None))
         )
     return {name: part_of(array) for name, array in _live_entries(what, ranks).items()}
 
@@ -147,6 +148,9 @@ def _live_entries(what: Any, ranks: int) -> dict[str, Any]:
         if what[name] is not None:
             entries += list_entries((name,), _state_of(what[name], module, ranks))
     arrays = name_entries(entries, name_of_keys)
+    for name, array in arrays.items():
+        if is_torch(array):  # a DTensor becomes a Shard
+            arrays[name] = backend_of(array, ShardBackend).part_of(name, array)
     refuse_given_away(arrays)
     refuse_unstorable(arrays)
     return arrays

@@ -157,6 +157,19 @@ def test_load_equals_the_reader_of_the_program(samples, title):
     assert_holds(loaded, KINDS[title])
 
 
+@pytest.mark.parametrize("title", LOADED)
+def test_the_digest_of_a_file_is_that_of_its_tensors(samples, title):
+    sample = samples(title)
+    with warned(KINDS[title]):
+        digest = mlstate.digest(sample.path)
+    with warnings.catch_warnings():
+        ignore_warnings_of(KINDS[title])
+        loaded = mlstate.load(sample.path)
+    assert digest == mlstate.digest(loaded)
+    model = {name: sample.model[name] for name in loaded.model or {}}
+    assert mlstate.digest(model).items() <= digest.items()
+
+
 @pytest.mark.parametrize("title", REFUSED)
 def test_a_refusal_names_the_file_and_the_remedy(samples, title):
     path = samples(title).path
