@@ -68,7 +68,7 @@ class Side:
         self._mmap = is_folder and not verify
         if isinstance(source, WholeSource):
             source.parts.refuse_unreadable()
-        elif not getattr(source, "has_index", True):
+        elif source.format != "mlstate":
             source.begin(None, None)
         manifest, kinds = source.manifest, source.manifest.states or {}
         self.step = manifest.step
