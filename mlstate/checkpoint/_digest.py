@@ -64,7 +64,7 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     -------
     Digest
         A mapping of name to `TensorDigest` (dtype, shape, value), the same on every rank. Names of
-        a checkpoint's optimizer begin with ``"optimizer."``, those of named states with
+        a checkpoint's optimizer begin with ``"optimizer."``, names of named states with
         ``"states."``. Values of parameter groups, such as a learning rate, do not count.
 
     Raises
@@ -199,6 +199,6 @@ def _large_part(side: Side, section: int, key: str) -> Part:
     """Return the digest of a tensor that is read in several parts."""
     record: TensorRecord = side.entries[section][key]
     count = -(-record.nbytes // PART_BYTES)
-    whole = (((0,) * len(record.shape), record.shape),)
+    box = (((0,) * len(record.shape), record.shape),)
     lanes = add_lanes(part_of(side.cut(section, key, count, i)).lanes for i in range(count))
-    return Part(record.dtype, record.shape, whole, lanes)
+    return Part(record.dtype, record.shape, box, lanes)

@@ -1,6 +1,6 @@
 """`Digest`: a number for each tensor that does not depend on how the tensor is divided.
 
-The numbers of the parts of a tensor add up to that of the tensor (csrc/core/state/digest.h has the
+The numbers of the parts of a tensor add up to its number (csrc/core/state/digest.h has the
 definition), so ranks exchange 16 bytes for each of their tensors, and no elements.
 """
 
@@ -212,7 +212,7 @@ class Digest(Mapping[str, TensorDigest]):
         Raises
         ------
         FormatError
-            The text is no digest, or one of another version.
+            The text has another form, or the digest another version.
         """
         try:
             data = json.loads(text)
@@ -277,9 +277,9 @@ def boxes_of(lengths: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
     if begin % inner:
         yield from _in_row(lengths, first, begin % inner, inner)
         first += 1
-    whole = end // inner - first
-    if whole:
-        yield (first, *[0] * (len(lengths) - 1)), (whole, *lengths[1:])
+    rows = end // inner - first
+    if rows:
+        yield (first, *[0] * (len(lengths) - 1)), (rows, *lengths[1:])
     if end % inner:
         yield from _in_row(lengths, last, 0, end % inner)
 
@@ -328,7 +328,7 @@ def _lanes(array: Any, dtype: str, shape: tuple[int, ...], starts: tuple[int, ..
         array = array.detach()
         if is_on_device(array):
             return backend_of(array, TensorBackend).digest_part(array, shape, starts)
-    elif dtype not in NAMES:  # only NumPy knows the items: as bytes, on an axis of their own
+    elif dtype not in NAMES:  # only NumPy knows the items: as bytes, on another axis
         if array.dtype.hasobject:
             raise CompatibilityError(f"an array of {array.dtype} has no bytes of its own")
         item = array.dtype.itemsize
@@ -361,11 +361,11 @@ def join_parts(ranks: Sequence[Mapping[str, Part]]) -> Digest:
     Parts that ranks have in common count once. Raises CompatibilityError, with the tensor's name,
     if they differ, or if the parts of a tensor do not cover it exactly.
     """
-    held: dict[str, dict[int, Part]] = {}  # parts by rank
+    by_name: dict[str, dict[int, Part]] = {}  # parts by rank
     for rank, parts in enumerate(ranks):
         for name, part in parts.items():
-            held.setdefault(name, {})[rank] = part
-    return Digest({name: _join(name, parts) for name, parts in held.items()})
+            by_name.setdefault(name, {})[rank] = part
+    return Digest({name: _join(name, parts) for name, parts in by_name.items()})
 
 
 def _join(name: str, parts: dict[int, Part]) -> TensorDigest:

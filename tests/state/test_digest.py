@@ -90,12 +90,12 @@ def test_strides_and_byte_order_do_not_count(seed, dtype, shape, axes, step):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("dtype", ["<f4", "u1", ">c8", "<U3"])
 def test_parts_of_any_layout_have_the_digest_of_the_whole(layout, dtype):
-    whole = random_array(1, dtype, (7, 5, 6))
+    full = random_array(1, dtype, (7, 5, 6))
 
     def divided(group):
-        return mlstate.digest({"w": layout.shard(whole, group.rank)}, group=group)
+        return mlstate.digest({"w": layout.shard(full, group.rank)}, group=group)
 
-    expected = mlstate.digest({"w": whole})
+    expected = mlstate.digest({"w": full})
     assert run_ranks(layout.parts, divided) == [expected] * layout.parts
 
 
@@ -104,19 +104,19 @@ def test_a_range_of_a_box_is_divided_into_boxes():
         numbers = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
         for begin in range(numbers.size + 1):
             for end in range(begin, numbers.size + 1):
-                found = []
+                numbers_of_boxes = []
                 for starts, sizes in boxes_of(lengths, begin, end):
                     box = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
-                    found += numbers[box].reshape(-1).tolist()
-                assert found == list(range(begin, end))
+                    numbers_of_boxes += numbers[box].reshape(-1).tolist()
+                assert numbers_of_boxes == list(range(begin, end))
 
 
 def test_large_tensors_are_divided_among_threads_with_the_same_bits():
-    whole = np.random.default_rng(0).integers(0, 1 << 62, (3, 1 << 19))  # 12 MiB
-    parts = [_core.digest_part(row, (whole.size,), (n << 19,)) for n, row in enumerate(whole)]
+    full = np.random.default_rng(0).integers(0, 1 << 62, (3, 1 << 19))  # 12 MiB
+    parts = [_core.digest_part(row, (full.size,), (n << 19,)) for n, row in enumerate(full)]
     sums = [sum(lane) % LANE for lane in zip(*parts, strict=True)]
-    for array in (whole, np.asfortranarray(whole)):
-        assert _core.digest_part(array, whole.shape, (0, 0)) == tuple(sums)
+    for array in (full, np.asfortranarray(full)):
+        assert _core.digest_part(array, full.shape, (0, 0)) == tuple(sums)
 
 
 PROGRAM = """
@@ -129,11 +129,11 @@ for size in (*range(70), 5000, 100_000):
 
 
 def test_every_instruction_set_gives_the_same_bits():
-    found = {}
+    outputs = {}
     for cpu in _core.cpu_offered():
-        found[cpu] = child.run(PROGRAM, MLSTATE_CPU=cpu)
-    assert "scalar" in found
-    assert len({*found.values()}) == 1
+        outputs[cpu] = child.run(PROGRAM, MLSTATE_CPU=cpu)
+    assert "scalar" in outputs
+    assert len({*outputs.values()}) == 1
 
 
 # ---- changes ----
@@ -197,25 +197,25 @@ def test_a_transpose_of_bytes_is_found():
 
 # ---- ranks ----
 
-WHOLE = np.arange(42, dtype=np.float32).reshape(7, 6)
+FULL = np.arange(42, dtype=np.float32).reshape(7, 6)
 
 
 def changed(rank):
-    copy = WHOLE.copy()
+    copy = FULL.copy()
     copy[0, 0] += rank == 2
     return copy
 
 
 REFUSED = {
     "the copy of rank 2 differs from that of the other 2 ranks": changed,
-    "the copies of ranks 0, 1, 2 differ": lambda rank: WHOLE + rank,
-    "its parts have 36 of the 42 elements": lambda rank: Layout.rows(4).shard(WHOLE, rank),
-    "parts of it overlap": lambda rank: Layout.rows(2).shard(WHOLE, 1) if rank else WHOLE,
+    "the copies of ranks 0, 1, 2 differ": lambda rank: FULL + rank,
+    "its parts have 36 of the 42 elements": lambda rank: Layout.rows(4).shard(FULL, rank),
+    "parts of it overlap": lambda rank: Layout.rows(2).shard(FULL, 1) if rank else FULL,
     "another dtype: float32 on 0; float64 on 1, 2": lambda rank: (
-        WHOLE.astype(np.float64) if rank else WHOLE
+        FULL.astype(np.float64) if rank else FULL
     ),
     "another shape: (7, 6) on 0, 1; (6, 7) on 2": lambda rank: (
-        WHOLE.reshape(6, 7) if rank == 2 else WHOLE
+        FULL.reshape(6, 7) if rank == 2 else FULL
     ),
 }
 
@@ -224,7 +224,7 @@ REFUSED = {
 def test_every_rank_names_the_tensor_and_the_ranks(text):
     def refused(group):
         with pytest.raises(CompatibilityError) as raised:
-            mlstate.digest({"good": WHOLE, "w": REFUSED[text](group.rank)}, group=group)
+            mlstate.digest({"good": FULL, "w": REFUSED[text](group.rank)}, group=group)
         return raised.value.name, str(raised.value)
 
     for name, message in run_ranks(3, refused):
@@ -234,35 +234,35 @@ def test_every_rank_names_the_tensor_and_the_ranks(text):
 
 def test_a_failure_of_one_rank_is_named_by_all():
     def refused(group):
-        state = {"w": np.array([object()])} if group.rank == 1 else {"w": WHOLE}
+        state = {"w": np.array([object()])} if group.rank == 1 else {"w": FULL}
         with pytest.raises(CompatibilityError) as raised:
             mlstate.digest(state, group=group)
         return str(raised.value)
 
-    own = "an array of object has no bytes of its own"
-    assert run_ranks(3, refused) == [f"rank 1: {own}", own, f"rank 1: {own}"]
+    error = "an array of object has no bytes of its error"
+    assert run_ranks(3, refused) == [f"rank 1: {error}", error, f"rank 1: {error}"]
 
 
 def test_a_part_without_its_group_is_refused():
     with pytest.raises(CompatibilityError, match=r"24 of the 42 elements.*pass the group="):
-        mlstate.digest({"w": Layout.rows(2).shard(WHOLE, 0)})
+        mlstate.digest({"w": Layout.rows(2).shard(FULL, 0)})
 
 
 def test_ranks_may_have_other_tensors():
-    def own(group):
-        return mlstate.digest({f"w{group.rank}": WHOLE, "b": WHOLE[0]}, group=group)
+    def error(group):
+        return mlstate.digest({f"w{group.rank}": FULL, "b": FULL[0]}, group=group)
 
-    expected = mlstate.digest({"w0": WHOLE, "w1": WHOLE, "b": WHOLE[0]})
-    assert run_ranks(2, own) == [expected] * 2
+    expected = mlstate.digest({"w0": FULL, "w1": FULL, "b": FULL[0]})
+    assert run_ranks(2, error) == [expected] * 2
 
 
 # ---- values ----
 
 
-@pytest.mark.parametrize("what", [3, [1.0], None, np.ones(2)])
-def test_what_is_no_state_is_refused(what):
+@pytest.mark.parametrize("value", [3, [1.0], None, np.ones(2)])
+def test_other_values_are_refused(value):
     with pytest.raises(TypeError, match="a state must be a mapping of str to arrays"):
-        mlstate.digest(what)
+        mlstate.digest(value)
 
 
 def test_a_masked_array_is_refused():
@@ -271,10 +271,8 @@ def test_a_masked_array_is_refused():
 
 
 def test_digests_are_compared_by_name_dtype_shape_and_value():
-    first = mlstate.digest({"a": WHOLE, "b": WHOLE, "c": WHOLE, "d": WHOLE})
-    second = mlstate.digest(
-        {"d": WHOLE, "c": -WHOLE, "b": WHOLE.reshape(6, 7), "e": WHOLE, "f": WHOLE}
-    )
+    first = mlstate.digest({"a": FULL, "b": FULL, "c": FULL, "d": FULL})
+    second = mlstate.digest({"d": FULL, "c": -FULL, "b": FULL.reshape(6, 7), "e": FULL, "f": FULL})
     difference = first.diff(second)
     assert not difference.identical and first != second
     assert difference.missing == ["a"] and difference.unexpected == ["e", "f"]
@@ -287,14 +285,14 @@ def test_digests_are_compared_by_name_dtype_shape_and_value():
 
 def test_the_order_of_names_does_not_count():
     first, second = (
-        mlstate.digest({"a": WHOLE, "b": WHOLE}),
-        mlstate.digest({"b": WHOLE, "a": WHOLE}),
+        mlstate.digest({"a": FULL, "b": FULL}),
+        mlstate.digest({"b": FULL, "a": FULL}),
     )
     assert first == second and str(first) == str(second) and hash(first) == hash(second)
 
 
 def test_json_returns_the_digest():
-    digest = mlstate.digest({"a": WHOLE, 'ü "x"': np.zeros((0, 2)), "scalar": np.float32(1)})
+    digest = mlstate.digest({"a": FULL, 'ü "x"': np.zeros((0, 2)), "scalar": np.float32(1)})
     assert Digest.from_json(digest.to_json()) == digest
     assert json.loads(digest.to_json())["tensors"]["a"][:2] == ["float32", [7, 6]]
 
@@ -324,11 +322,11 @@ def test_another_text_is_refused(text, reason):
 def test_operations_of_torch_give_the_bits_of_the_core(torch, name):
     from mlstate.integrations.torch._tensors import digest_part
 
-    whole = torch.arange(-120, 120).reshape(6, 5, 8).to(getattr(torch, name))
+    full = torch.arange(-120, 120).reshape(6, 5, 8).to(getattr(torch, name))
     for starts in ((0, 0, 0), (3, 2, 1)):
-        part = whole[starts[0] :, starts[1] : 4, starts[2] : 5]
-        expected = _core.digest_part(part, tuple(whole.shape), starts)
-        assert digest_part(part, tuple(whole.shape), starts) == expected
+        part = full[starts[0] :, starts[1] : 4, starts[2] : 5]
+        expected = _core.digest_part(part, tuple(full.shape), starts)
+        assert digest_part(part, tuple(full.shape), starts) == expected
     big = torch.arange(3 << 20).to(getattr(torch, name))
     assert digest_part(big, (4 << 20,), (77,)) == _core.digest_part(big, (4 << 20,), (77,))
 

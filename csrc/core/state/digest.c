@@ -80,7 +80,7 @@ void mls_digest_bytes(const mls_digester *digester, uint64_t offset, const void 
 
 /* ---- parts ---- */
 
-/* The part of a tensor whose digest is computed; constant but for `lanes`. */
+/* The digest of a part of a tensor, in progress; constant except `lanes`. */
 typedef struct part_job {
     const mls_digester *digester;
     mls_strided_iter runs; /* a: the place in the whole; b: the part in memory */
@@ -158,9 +158,9 @@ static void add_share(void *context, size_t task)
     }
 }
 
-/* Set the strides of `place`, a view with the axes of a part, to those of a whole tensor
- * with the lengths `shape` in C order, and `*start` to the byte at which the part begins.
- * MLS_E_SHAPE, MLS_E_SIZE. */
+/* Set the strides of `place`, a view with the axes of a part, to the strides of a whole
+ * tensor with the lengths `shape` in C order, and `*start` to the byte at which the part
+ * begins. MLS_E_SHAPE, MLS_E_SIZE. */
 static mls_code find_place(mls_tensor *place, const size_t *shape, const size_t *starts,
                            uint64_t *start, mls_status *st)
 {

@@ -1,17 +1,17 @@
 /* digest: a 128-bit sum of a tensor's bytes that does not depend on how the tensor is cut
  * into parts.
  *
- * Definition, version 1. The bytes are those of the elements in C order of the global
- * shape, little-endian; packed types (two values in a byte) as they are stored. Byte o is
+ * Definition, version 1. The bytes are the elements in C order of the global shape,
+ * little-endian; packed types (two values in a byte) as they are stored. Byte o is
  * in word w = o / 4, in block b = w / 1024. Lane l, of two, is the sum of
  *
  *     byte * 2^(8 (o mod 4)) * T_l(w mod 1024) * M_l(b)   modulo 2^64
  *
  * with mix = splitmix64 (its constant is added, then its finalizer runs), T_0(j) and
  * T_1(j) the low and the high 32 bits of mix(j), each | 1, and M_l(b) = mix(2^36 + 2 b +
- * l) | 1. So the digests of parts add up to that of the whole, and no bytes have the
- * digest 0. The keys are odd, so a change of up to 8 adjacent bytes of an element always
- * changes a lane.
+ * l) | 1. So the digests of parts add up to the digest of the tensor, and no
+ * bytes have the digest 0. The keys are odd, so a change of up to 8 adjacent bytes of an
+ * element always changes a lane.
  *
  * Not cryptographic: who chooses the bytes can choose the digest.
  */

@@ -33,17 +33,17 @@ MLS_TARGET static void add_words(const mls_digest_keys *keys, size_t first,
 {
     const uint32_t *const low = &keys->of_word[0][first];
     const uint32_t *const high = &keys->of_word[1][first];
-    const size_t whole = count / WORDS * WORDS;
+    const size_t aligned = count / WORDS * WORDS;
     sums first_lane = {0}, second_lane = {0};
-    for (size_t i = 0; i < whole; i += WORDS) {
+    for (size_t i = 0; i < aligned; i += WORDS) {
         const words values = load_words(data + 4 * i);
         first_lane = add_products(first_lane, values, load_words(low + i));
         second_lane = add_products(second_lane, values, load_words(high + i));
     }
     totals[0] += total_of(first_lane);
     totals[1] += total_of(second_lane);
-    mls_digest_scalar.add_words(keys, first + whole, data + 4 * whole, count - whole,
-                                totals);
+    mls_digest_scalar.add_words(keys, first + aligned, data + 4 * aligned,
+                                count - aligned, totals);
 }
 
 #endif

@@ -1,4 +1,4 @@
-"""Digests of sharded modules and optimizers are those of the whole ones, on any layout."""
+"""Sharded modules and optimizers have the digests of unsharded ones, on any layout."""
 
 import gloo_ranks
 import pytest
@@ -20,9 +20,9 @@ def of_run(module, optimizer, group=None):
 
 
 @gloo_ranks.run_on(2, 4)
-def test_wrappers_have_the_digest_of_the_plain_model(group):
-    plain = model()
-    expected = of_run(plain, trained(plain))
+def test_wrappers_do_not_change_the_digest(group):
+    module = model()
+    expected = of_run(module, trained(module))
     folder = shared_folder(group)
     for wrap in (sharded, flat):
         module = wrap(model())
@@ -38,7 +38,7 @@ def network():
 
 
 @gloo_ranks.run_on(4)
-def test_fsdp_over_tensor_parallelism_has_the_digest_of_the_plain_model(group):
+def test_fsdp_over_tensor_parallelism_does_not_change_the_digest(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     module = network()
     parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})

@@ -158,7 +158,7 @@ def test_load_equals_the_reader_of_the_program(samples, title):
 
 
 @pytest.mark.parametrize("title", LOADED)
-def test_the_digest_of_a_file_is_that_of_its_tensors(samples, title):
+def test_a_file_has_the_digest_of_its_loaded_tensors(samples, title):
     sample = samples(title)
     with warned(KINDS[title]):
         digest = mlstate.digest(sample.path)
