@@ -239,7 +239,7 @@ def test_a_failure_of_one_rank_is_named_by_all():
             mlstate.digest(state, group=group)
         return str(raised.value)
 
-    error = "an array of object has no bytes of its error"
+    error = "an array of object has no bytes of its own"
     assert run_ranks(3, refused) == [f"rank 1: {error}", error, f"rank 1: {error}"]
 
 
@@ -249,11 +249,11 @@ def test_a_part_without_its_group_is_refused():
 
 
 def test_ranks_may_have_other_tensors():
-    def error(group):
+    def both(group):
         return mlstate.digest({f"w{group.rank}": FULL, "b": FULL[0]}, group=group)
 
     expected = mlstate.digest({"w0": FULL, "w1": FULL, "b": FULL[0]})
-    assert run_ranks(2, error) == [expected] * 2
+    assert run_ranks(2, both) == [expected] * 2
 
 
 # ---- values ----
