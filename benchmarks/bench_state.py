@@ -20,7 +20,7 @@ from optional import optional
 from rows import Bar, Row, Ways
 
 import mlstate
-from mlstate import StateDict
+from mlstate import StateDict, _core
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
 torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
@@ -205,6 +205,42 @@ def loading(run: Run) -> Iterator[Row]:
         )
 
 
+# ---- digests ----
+
+
+def digests(run: Run) -> Iterator[Row]:
+    """Digest a gigabyte, and columns of a matrix, compared with a copy of the same bytes."""
+    source = large("float32")
+    target = {name: np.empty_like(array) for name, array in source.items()}
+    copy = {"np.copyto, 1 thread": partial(copy_each, target, source)}
+    for threads in each_thread_count():
+        yield Row(
+            f"digest, 1 GB in 1,008 tensors, {count_threads(threads)}",
+            {"digest": partial(mlstate.digest, source), "SHA-256": StateDict(source).digest},
+            {},
+            copy,
+            [Bar("digest", 1.0, "np.copyto, 1 thread", faster=True)],
+            base="np.copyto, 1 thread",
+            nbytes=bytes_of(source),
+        )
+    mlstate.set_num_threads(1)
+    matrix = np.random.default_rng(0).random((4096, 8192), np.float32)
+    for columns in (16, 64, 256, 1024):
+        part = matrix[:, 512 : 512 + columns]
+        out = np.empty_like(part)
+        yield Row(
+            f"digest, rows of {4 * columns} bytes of a matrix, 1 thread",
+            {"digest": partial(_core.digest_part, part, matrix.shape, (0, 512))},
+            {},
+            {"np.copyto": partial(np.copyto, out, part)},
+            [Bar("digest", 1.0, "np.copyto", faster=True)],
+            base="np.copyto",
+            nbytes=part.nbytes,
+        )
+
+
 if __name__ == "__main__":
-    parts = {"comparison": comparison, "elements": elements, "loading": loading}
+    parts = {
+        "comparison": comparison, "elements": elements, "loading": loading, "digests": digests
+    }  # fmt: skip
     main(__doc__, "state", "mlstate: state dicts", parts, quick="3 repeats instead of 9")
