@@ -85,14 +85,6 @@ def by_dcp(folder: Path) -> Callable[[], State]:
     return load
 
 
-def by_torch_checkpointing(folder: Path) -> Callable[[], State]:
-    """Meta's torch_checkpointing."""
-    from torch_checkpointing import load, save
-
-    save(str(folder / "c"), tensors())
-    return lambda: load(str(folder / "c"))  # type: ignore[no-any-return]
-
-
 def by_orbax(folder: Path) -> Callable[[], State]:
     """Orbax, arrays of NumPy in a tree."""
     import orbax.checkpoint as ocp
@@ -140,7 +132,6 @@ LIBRARIES = {
     "torch": by_torch,
     "safetensors": by_safetensors,
     "torch DCP": by_dcp,
-    "torch_checkpointing": by_torch_checkpointing,
     "orbax-checkpoint": by_orbax,
     "zarr": by_zarr,
     "tensorstore": by_tensorstore,
