@@ -331,6 +331,9 @@ static PyObject *merged_index_keep_whole(mlspy_merged_index *self, PyObject *con
         mlspy_take_section(mlspy_state_of_type(Py_TYPE(self)), args[0], &section) < 0) {
         return NULL;
     }
+    if (!PyAnySet_Check(args[1])) {
+        return PyErr_Format(PyExc_TypeError, "keys must be a set");
+    }
     for (size_t i = 0; i < self->index_count; i++) {
         mls_index *index = &self->indexes[i];
         for (size_t j = 0; j < index->shard_count; j++) {
