@@ -13,7 +13,7 @@ from tries import tries
 import mlstate
 from mlstate import CompatibilityError, FormatError, _core
 from mlstate.checkpoint import Layout, Shard
-from mlstate.state import Digest
+from mlstate.state import Digest, DigestDiff, TensorDigest
 from mlstate.state._digest import boxes_of
 from mlstate.testing import run_ranks
 
@@ -274,6 +274,7 @@ def test_digests_are_compared_by_name_dtype_shape_and_value():
     first = mlstate.digest({"a": FULL, "b": FULL, "c": FULL, "d": FULL})
     second = mlstate.digest({"d": FULL, "c": -FULL, "b": FULL.reshape(6, 7), "e": FULL, "f": FULL})
     difference = first.diff(second)
+    assert isinstance(difference, DigestDiff)
     assert not difference.identical and first != second
     assert difference.missing == ["a"] and difference.unexpected == ["e", "f"]
     assert [name for name, *_ in difference.changed] == ["b", "c"] and difference.unchanged == 1
@@ -294,6 +295,7 @@ def test_the_order_of_names_does_not_count():
 def test_json_returns_the_digest():
     digest = mlstate.digest({"a": FULL, 'ü "x"': np.zeros((0, 2)), "scalar": np.float32(1)})
     assert Digest.from_json(digest.to_json()) == digest
+    assert isinstance(digest["scalar"], TensorDigest)
     assert json.loads(digest.to_json())["tensors"]["a"][:2] == ["float32", [7, 6]]
 
 

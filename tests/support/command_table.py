@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": Command("{source}", ("a --step 1 --all-steps", "a --repair --all-steps")),
     "checksum": Command("{target}", ("", "a b"), False),
     "diff": Command("{source} {other}", ("a",)),
+    "digest": Command("{source} {other}", ("", "a b c")),
     "reshard": Command("{source} {target} --layout rows=2", ("a b",)),
     "convert": Command("{source} {target}", ("a",)),
     "prune": Command("{source}", ("a --keep",)),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import torch
 
 _BLOCK = 1024  # words
 _CHUNK = 1 << 22  # elements at a time: each takes 40 bytes of the device's memory
@@ -35,6 +35,8 @@ def _lanes(words: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
     Words may be values of fewer bytes, if none of them crosses a multiple of 4 bytes.
     """
+    import torch
+
     numbers = offsets >> 2
     values = words << (offsets & 3) * 8
     keys = _mix(numbers & _BLOCK - 1)
@@ -49,6 +51,8 @@ def digest_part(
     tensor: torch.Tensor, shape: Sequence[int], starts: Sequence[int]
 ) -> tuple[int, int]:
     """Return the digest of a box of a tensor of shape `shape`, as `_core.digest_part` does."""
+    import torch
+
     if tensor.is_complex():
         parts = torch.view_as_real(tensor)
         return digest_part(parts, (*shape, 2), (*starts, 0))
