@@ -27,6 +27,7 @@ from ._config import FSDP
 from ._reduce_scatter import ReduceScatterOperation
 from ._report import BackwardReport, Bucket
 from ._sharding_unit import FSDPShardingUnit, sharding_units
+from ._spot_check import SpotCheck
 from ._verify import GradientReport, Mismatch
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "GradientReport",
     "Mismatch",
     "ReduceScatterOperation",
+    "SpotCheck",
     "clip_grad_norm",
     "sharding_units",
 ]

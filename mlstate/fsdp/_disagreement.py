@@ -31,7 +31,7 @@ class Result(NamedTuple):
     failures: dict[str, tuple[int | None, str]]
 
 
-def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
+def describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
     """Return the only rank with another fact than a majority, and a text for the error.
 
     The rank is None if several differ, or no majority agrees. `facts`: by rank, a text that should
@@ -58,7 +58,7 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     """
     positions = {rank: f"bucket {number}" for rank, (number, *_) in enumerate(described)}
     if len(set(positions.values())) > 1:
-        return _describe_difference(positions, "ranks are at different places of a run")
+        return describe_difference(positions, "ranks are at different places of a run")
     settings_of_ranks = {
         rank: settings
         for rank, (_, settings, has_ended, _) in enumerate(described)
@@ -76,7 +76,7 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
         rank: settings_text({name: settings[name] for name in settings if name not in equal})
         for rank, settings in settings_of_ranks.items()
     }
-    return _describe_difference(texts, "the settings of FSDP differ between ranks")
+    return describe_difference(texts, "the settings of FSDP differ between ranks")
 
 
 def compare_descriptions(texts: Sequence[bytes]) -> Result:
@@ -112,7 +112,7 @@ def compare_descriptions(texts: Sequence[bytes]) -> Result:
             work = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent, len(absent))} ({work})")
         elif len(set(facts.values())) > 1:
-            failures[name] = _describe_difference(facts, "ranks do not reduce the same")
+            failures[name] = describe_difference(facts, "ranks do not reduce the same")
     failures = {**reported, **failures}
     return Result([name for name in names if name not in failures], failures)
 

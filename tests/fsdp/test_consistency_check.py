@@ -17,7 +17,7 @@ from tries import tries
 from mlstate import CollectiveError
 from mlstate.errors import GradientMismatchError, GradientNamesError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
-from mlstate.fsdp._disagreement import _describe_difference
+from mlstate.fsdp._disagreement import describe_difference
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -396,7 +396,7 @@ def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
 
 def test_every_rank_is_named_if_many_differ():
     facts = {rank: f"float{32 << rank % 2}" for rank in range(20)}
-    _, text = _describe_difference(facts, "dtypes differ")
+    _, text = describe_difference(facts, "dtypes differ")
     assert [int(number) for number in re.findall(r"\b(\d+)(?=[,:])", text)] == [
         *range(0, 20, 2),
         *range(1, 20, 2),
