@@ -6,6 +6,7 @@ A path is read once, in batches of bounded memory; its bytes are verified as by 
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import is_torch, refuse_given_away, refuse_unstorable
@@ -29,7 +30,7 @@ from ._save.content import states_of
 from ._sources.open_source import open_source
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .._common.callback import CountedProgress, Progress
     from ..collectives import ProcessGroup
@@ -97,11 +98,11 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     True
     """
     if group is None or group.world_size == 1:
-        return join_parts([_parts_of(what, None)])
+        return join_parts([parts_of(what, None)])
     parts: dict[str, Part] = {}
     error = None
     try:
-        parts = _parts_of(what, group)
+        parts = parts_of(what, group)
     except Exception as raised:
         error = raised
     agree(group, "digest", error)
@@ -120,7 +121,7 @@ def digest_of(source: Source, progress: CountedProgress) -> Digest:
     return source.attempt(read)
 
 
-def _parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
+def parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
     """Return the digests of this rank's parts by name; of a path, of its share of the tensors."""
     rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
     if isinstance(what, str | os.PathLike):
@@ -178,7 +179,7 @@ def _stored_parts(
     side: Side, rank: int, ranks: int, progress: Progress
 ) -> Iterator[tuple[str, Part]]:
     """Yield name and digest of each whole tensor of a path that is in a rank's share."""
-    for section, prefix in enumerate(_PREFIXES):
+    for section in range(len(_PREFIXES)):
         stored = [key for key in side.entries[section] if side.is_stored(section, key)]
         for batch in side.batches(section, stored[rank::ranks], PART_BYTES):
             if side.memory(section, batch[0]) > PART_BYTES:
@@ -186,13 +187,22 @@ def _stored_parts(
             else:
                 parts = {key: part_of(array) for key, array in side.arrays(section, batch).items()}
             for key, part in parts.items():
-                is_named = prefix == _PREFIXES[-1]
-                yield prefix + (key.replace("/", ".", 1) if is_named else key), part
+                yield _stored_name(section, key), part
             if progress is not None:
                 progress(sum(side.nbytes(section, key) for key in batch))
-    if side.nested:  # in memory
-        arrays = name_entries([*list_entries(("states",), side.nested)], name_of_keys)
-        yield from ((name, part_of(array)) for name, array in arrays.items())
+    yield from ((name, part_of(array)) for name, array in _nested_arrays(side).items())
+
+
+def _stored_name(section: int, key: str) -> str:
+    """Return the name in a digest of a stored tensor."""
+    prefix = _PREFIXES[section]
+    return prefix + (key.replace("/", ".", 1) if prefix == _PREFIXES[-1] else key)
+
+
+def _nested_arrays(side: Side) -> dict[str, Any]:
+    """Return the arrays of nested values of a path, which are in memory, by name."""
+    nested = [*list_entries(("states",), side.nested)] if side.nested else []
+    return name_entries(nested, name_of_keys)
 
 
 def _large_part(side: Side, section: int, key: str) -> Part:
@@ -202,3 +212,25 @@ def _large_part(side: Side, section: int, key: str) -> Part:
     box = (((0,) * len(record.shape), record.shape),)
     lanes = add_lanes(part_of(side.cut(section, key, count, i)).lanes for i in range(count))
     return Part(record.dtype, record.shape, box, lanes)
+
+
+def readers_of(what: Any) -> dict[str, Callable[[], Any]]:
+    """Return for each tensor that `digest` counts, by its name, a function that returns it."""
+    if not isinstance(what, str | os.PathLike):
+        arrays, readers = _live_entries(what, 1), {}
+    else:
+        source = open_source(what)
+        side = source.attempt(lambda: Side(source, verify=True))
+        arrays = _nested_arrays(side)
+        readers = {
+            _stored_name(section, key): partial(_read_whole, side, section, key)
+            for section in range(len(_PREFIXES))
+            for key in side.entries[section]
+            if side.is_stored(section, key)
+        }
+    return readers | {name: partial(arrays.get, name) for name in arrays}
+
+
+def _read_whole(side: Side, section: int, key: str) -> Any:
+    """Return a tensor of a path."""
+    return side.arrays(section, [key])[key]

@@ -1,4 +1,4 @@
-"""Tests of code that runs on several ranks: `run_ranks`.
+"""Tests of states by their bits, and of code that runs on several ranks.
 
 Examples
 --------
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
+from ._golden_file import assert_digest
 from ._run_ranks import run_ranks
+from ._same_bits import assert_same_bits
 
-__all__ = ["run_ranks"]
+__all__ = ["assert_digest", "assert_same_bits", "run_ranks"]
 
 set_module_of_exports(globals())
 show_exports(globals())
