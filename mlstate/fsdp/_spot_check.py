@@ -63,7 +63,7 @@ class SpotCheck:
       rotation. One that changes one of `n` leaves of a step is found within `n` rotations, if
       `choose_leaf` chooses the leaf.
     - A transient fault, which changes one leaf, is found if this leaf is checked: with the
-      probability ``1 / (every * leaves)``, where `leaves` counts those of all ranks in a step.
+      probability ``1 / (every * leaves)``, if all ranks together compute `leaves` leaves in a step.
     - With three or more ranks, a third rank decides which of two ranks is wrong. With two, the
       error has no rank.
 
@@ -126,8 +126,8 @@ class SpotCheck:
         int
             One of them, another one in the next rotation.
         """
-        turn = check_int("step", step, 0) // self._every
-        return leaves[turn // self._group.world_size % len(leaves)]
+        rotation: int = check_int("step", step, 0) // (self._every * self._group.world_size)
+        return leaves[rotation % len(leaves)]
 
     def compare(self, step: int, leaf: int, gradients: Mapping[str, Array | None]) -> bool:
         """Check one rank if it is time; all ranks call this in each step, before the optimizer.
@@ -221,7 +221,7 @@ def _parts_of(gradients: Mapping[str, Array | None]) -> Parts:
 
 
 def _fact_of(part: Any) -> str:
-    """Return the digest of a gradient as text; None: there is no gradient."""
+    """Return the digest of a gradient as text; None: the gradient is missing."""
     if part is None:
         return "no gradient"
     dtype, shape, _, lanes = part
@@ -236,7 +236,7 @@ def _mismatch(step: int, leaf: int, checked: int, by_rank: Mapping[int, Parts]) 
     names = [*dict.fromkeys(name for parts in by_rank.values() for name in parts)]
     differing: dict[str, tuple[int | None, str]] = {}  # the rank that is wrong, or None; and a text
     for name in names:
-        facts = {rank: _fact_of(parts.get(name)) for rank, parts in by_rank.items()}
+        facts = {rank: _fact_of(by_rank[rank].get(name)) for rank in sorted(by_rank)}
         if len(set(facts.values())) > 1:
             differing[name] = describe_difference(facts, shorten(repr(name), _NAME_CHARACTERS))
     first, (_, text) = next(iter(differing.items()))

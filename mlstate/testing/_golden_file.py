@@ -76,11 +76,11 @@ def assert_digest(
     __tracebackhide__ = True
     check_flags(update=update)
     group = optional_group(group)
-    found = digest(state, group=group)
+    current = digest(state, group=group)
     error, text = None, b""
     if group is None or group.rank == 0:
         try:
-            text = _write(found, path) if update else _read(path)
+            text = _write(current, path) if update else _read(path)
         except Exception as raised:
             error = raised
             if group is None:
@@ -88,7 +88,7 @@ def assert_digest(
     if group is not None:
         agree(group, "assert_digest", error)
         text = group.gather_bytes(text)[0]
-    difference = Digest.from_json(text).diff(found)
+    difference = Digest.from_json(text).diff(current)
     if not difference.identical:
         raise AssertionError(
             f"the digest is not the one in {os.fspath(path)}; pass update=True to accept it\n"
@@ -96,9 +96,9 @@ def assert_digest(
         )
 
 
-def _write(found: Digest, path: str | os.PathLike[str]) -> bytes:
+def _write(current: Digest, path: str | os.PathLike[str]) -> bytes:
     """Write a digest to a file, sorted by name; return the text."""
-    text = Digest(dict(sorted(found.items()))).to_json().encode()
+    text = Digest(dict(sorted(current.items()))).to_json().encode()
     with os_errors("cannot write the digest", path):
         Target.of(path).write_content(lambda file: file.write(text))
     return text
@@ -111,8 +111,8 @@ def _read(path: str | os.PathLike[str]) -> bytes:
             text = Path(local_path(path)).read_bytes()
         Digest.from_json(text)
     except StoreNotFoundError as error:
-        text_of_error = "there is no digest to compare with; pass update=True to write it"
-        raise StoreNotFoundError(error.errno, text_of_error, path, path=path) from None
+        reason = "there is no digest to compare with; pass update=True to write it"
+        raise StoreNotFoundError(error.errno, reason, path, path=os.fspath(path)) from None
     except FormatError as error:
         raise format_error(
             f"{os.fspath(path)}: {error}; pass update=True to write it", path

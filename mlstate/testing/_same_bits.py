@@ -61,7 +61,7 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
     AssertionError
         The states differ. For each tensor, the message has the number of elements that differ, the
         largest distance in units in the last place (of integers: the difference), the first index
-        and both values. It says if the tensor is equal to another one, to a transpose, a part or a
+        and both values. It also states if the tensor is equal to another one, to a transpose, a part or a
         shift of the expected one, or has its parts in another order.
     TypeError, ValueError
         `ulps` is not an integer from 0, or a value is not a state.
@@ -192,9 +192,9 @@ def _compare(actual: Any, expected: Any, ulps: int) -> list[str]:
     if lines:
         lines[0] = label + lines[0]
         lines += _relations(first, second)
-        whole = [each for each in (actual, expected) if not isinstance(each, Shard)]
-        if shards and whole:
-            lines += _other_parts(shards[0], whole[0], is_actual=actual is shards[0])
+        tensors = [each for each in (actual, expected) if not isinstance(each, Shard)]
+        if shards and tensors:
+            lines += _other_parts(shards[0], tensors[0], is_actual=actual is shards[0])
     return lines
 
 
@@ -207,12 +207,12 @@ def _part(value: Any, shard: Shard, index: int) -> Any:
     return shard.layout.take(value, index)
 
 
-def _other_parts(shard: Shard, whole: Any, *, is_actual: bool) -> list[str]:
+def _other_parts(shard: Shard, tensor: Any, *, is_actual: bool) -> list[str]:
     """Return a line if a shard has the elements of another part of a whole tensor."""
     bits = _Tensor.of(shard.array).bits
-    if tuple(whole.shape) == tuple(shard.shape) and bits.any():
+    if tuple(tensor.shape) == tuple(shard.shape) and bits.any():
         for index in range(shard.layout.parts):
-            if np.array_equal(_Tensor.of(_part(whole, shard, index)).bits, bits):
+            if np.array_equal(_Tensor.of(_part(tensor, shard, index)).bits, bits):
                 sides = ("actual", "expected") if is_actual else ("expected", "actual")
                 return [f"the {sides[0]} part is part {index} of the {sides[1]} tensor"]
     return []
@@ -253,7 +253,7 @@ def _difference(first: _Tensor, second: _Tensor, ulps: int) -> list[str]:
 def _distances(dtype: str, first: NDArray, second: NDArray) -> tuple[NDArray, NDArray]:
     """Return for pairs of numbers how many values are between them, and if one of them is NaN.
 
-    The distance of two NaN is 0, and so is that of the two zeros.
+    The distance of two NaN is 0, as is the distance of the two zeros.
     """
     keys, nans = [], []
     for bits in (first, second):
@@ -290,8 +290,8 @@ def _find_transpose(actual: _Tensor, expected: _Tensor) -> str:
         for first in range(second):
             swapped = expected.grid.swapaxes(first, second)
             if swapped.shape[:-1] == actual.shape and np.array_equal(swapped, actual.grid):
-                what = f"with axes {first} and {second} swapped"
-                return f"it is the expected tensor, {'transposed' if axes == 2 else what}"
+                change = "transposed" if axes == 2 else f"with axes {first} and {second} swapped"
+                return f"it is the expected tensor, {change}"
     return ""
 
 
@@ -306,17 +306,17 @@ def _find_part(actual: _Tensor, expected: _Tensor) -> str:
     if len(actual.shape) != len(expected.shape):
         return ""
     pairs = zip(actual.shape, expected.shape, strict=True)
-    axes = [axis for axis, (one, other) in enumerate(pairs) if one != other]
+    axes = [axis for axis, (first, second) in enumerate(pairs) if first != second]
     if len(axes) != 1:
         return ""
     [axis] = axes
     names, tensors = ("actual", "expected"), (actual, expected)
     if actual.shape[axis] > expected.shape[axis]:
         names, tensors = names[::-1], tensors[::-1]
-    part, whole = (_slices(each, axis) for each in tensors)
-    for place in _places(part[:1], whole):
-        if np.array_equal(whole[place : place + len(part)], part):
-            index = ":, " * axis + f"{place}:{place + len(part)}"
+    short, long = (_slices(each, axis) for each in tensors)
+    for place in _places(short[:1], long):
+        if np.array_equal(long[place : place + len(short)], short):
+            index = ":, " * axis + f"{place}:{place + len(short)}"
             return f"the {names[0]} tensor is {names[1]}[{index}]"
     return ""
 

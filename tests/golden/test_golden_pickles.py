@@ -32,7 +32,7 @@ NEVER_PICKLED = {
         "TieredState",
         "TieredUnit",
     ),
-    *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation"),
+    *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation", "SpotCheck"),
     *("ActivationManager", "MPIGroup", "PlannedModel", "TorchGroup"),
     *("MLStateCallback", "MLStateCheckpointIO"),
     *("CheckpointStrategy", "ProcessGroup", "Stateful"),  # protocols

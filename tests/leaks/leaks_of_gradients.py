@@ -7,7 +7,7 @@ import pytest
 from gradient_model import Model
 from leak_cases import case, each, methods, raises, with_members
 
-from mlstate import _core, collectives, errors, fsdp
+from mlstate import _core, collectives, errors, fsdp, testing
 
 
 @case(*with_members("GradientAccumulator", "add_gradients get_and_clear_gradients reset"))
@@ -151,6 +151,19 @@ def parts(_):
         raises(errors.CollectiveError, operation.reduce_scatter, None)()
 
     return use, [gradient, group]
+
+
+@case("SpotCheck", *methods(fsdp.SpotCheck))
+def spot_checks(_):
+    gradients, wrong = {"w": np.ones(4)}, {"w": np.zeros(4)}
+
+    def train(group):
+        check = fsdp.SpotCheck(group, lambda leaf: gradients, every=2)
+        check.compare(0, check.choose_leaf(0, [group.rank]), gradients)
+        raises(errors.CollectiveError, check.compare, 2, 0, wrong)()
+        raises(TypeError, check.compare, 4, 0, None)()
+
+    return lambda: testing.run_ranks(2, train), [gradients, wrong, *gradients.values()]
 
 
 @case("BackwardReport", "Bucket", "GradientReport", "Mismatch")

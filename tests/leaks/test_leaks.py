@@ -528,6 +528,18 @@ def ranks_of_a_test(_):
     return lambda: testing.run_ranks(2, lambda group: group.all_reduce(array)), [array]
 
 
+@case("assert_same_bits", "assert_digest", calls=FEW)
+def compared_bits(folder):
+    array, other = np.arange(12.0).reshape(3, 4), np.arange(12.0).reshape(4, 3).T
+    path = folder / "golden.json"
+    return each(
+        lambda: testing.assert_same_bits({"w": array}, {"w": array}),
+        raises(AssertionError, testing.assert_same_bits, {"w": array}, {"w": other}),
+        lambda: testing.assert_digest({"w": array}, path, update=True),
+        raises(AssertionError, testing.assert_digest, {"w": other}, path),
+    ), [array, other]
+
+
 class LastOfAll:
     """An object greater than any number."""
 
