@@ -61,8 +61,8 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
     AssertionError
         The states differ. For each tensor, the message has the number of elements that differ, the
         largest distance in units in the last place (of integers: the difference), the first index
-        and both values. It also states if the tensor is equal to another one, to a transpose, a part or a
-        shift of the expected one, or has its parts in another order.
+        and both values. It also names relations: a tensor that is equal to another one, or to a
+        transpose, a part or a shift of the expected one, or that has its parts in another order.
     TypeError, ValueError
         `ulps` is not an integer from 0, or a value is not a state.
     StoreError, FormatError, ChecksumError
