@@ -84,7 +84,7 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
     Traceback (most recent call last):
       ...
     AssertionError: 1 of 1 tensors differ
-    w: 6 of 6 elements differ, by at most 1073741824 ulps
+    w: 6 of 6 elements differ, by at most 1,073,741,824 ulps
       first at [0, 0]: 2.0 (actual), 0.0 (expected)
       it is the expected tensor, rolled by 1 along axis 1
     """
