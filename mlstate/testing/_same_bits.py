@@ -307,7 +307,7 @@ def _find_part(actual: _Tensor, expected: _Tensor) -> str:
         return ""
     pairs = zip(actual.shape, expected.shape, strict=True)
     axes = [axis for axis, (first, second) in enumerate(pairs) if first != second]
-    if len(axes) != 1:
+    if len(axes) != 1 or max(actual.shape[axes[0]], expected.shape[axes[0]]) > _SLICES:
         return ""
     [axis] = axes
     names, tensors = ("actual", "expected"), (actual, expected)
@@ -349,7 +349,11 @@ def _find_order(actual: _Tensor, expected: _Tensor) -> str:
                 for each in (first, second)
             ]
             if blocks[0] and sorted(blocks[0]) == sorted(blocks[1]):
-                order = [blocks[1].index(block) for block in blocks[0]]
+                numbers = [*range(count)]  # of the expected parts that are not placed yet
+                order = []
+                for block in blocks[0]:
+                    order.append(next(i for i in numbers if blocks[1][i] == block))
+                    numbers.remove(order[-1])
                 return f"it has the {count} expected parts along axis {axis} in the order {order}"
         return f"it has the expected slices along axis {axis} in another order"
     return ""
@@ -359,19 +363,17 @@ def _sequences(actual: _Tensor, expected: _Tensor) -> Iterator[tuple[int | None,
     """Yield an axis and the numbers of its slices in both tensors; None and all elements last."""
     if actual.shape != expected.shape:
         return
-    for axis in range(len(actual.shape)):
-        yield axis, _slices(actual, axis), _slices(expected, axis)
+    for axis, length in enumerate(actual.shape):
+        if length <= _SLICES:
+            yield axis, _slices(actual, axis), _slices(expected, axis)
     if actual.bits.shape[1] == 1:
         yield None, actual.bits[:, 0], expected.bits[:, 0]
 
 
 def _slices(tensor: _Tensor, axis: int) -> NDArray:
-    """Return a number for each slice along an axis, equal for equal slices; none if too many."""
-    length = tensor.shape[axis]
-    if length > _SLICES:
-        return np.empty(0, np.int64)
+    """Return a number for each slice along an axis, equal for equal slices."""
     rows = np.moveaxis(tensor.grid, axis, 0)
-    return np.fromiter((hash(row.tobytes()) for row in rows), np.int64, length)
+    return np.fromiter((hash(row.tobytes()) for row in rows), np.int64, len(rows))
 
 
 def _places(item: NDArray, sequence: NDArray) -> list[int]:

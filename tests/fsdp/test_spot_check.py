@@ -66,7 +66,7 @@ def drawn_faults(count):
 
 def test_persistent_faults_are_found_within_a_rotation_and_attributed():
     def inject(group):
-        found = []
+        errors = []
         for faulty, name, bit, start, _ in drawn_faults(tries(500)):
 
             def spoil(_, gradients, arguments=(group.rank == faulty, name, bit)):
@@ -79,8 +79,8 @@ def test_persistent_faults_are_found_within_a_rotation_and_attributed():
                 return gradients
 
             check = SpotCheck(group, recompute, every=EVERY)
-            found.append(steps_of_a_rotation(group, check, start, spoil)[:2])
-        return found
+            errors.append(steps_of_a_rotation(group, check, start, spoil)[:2])
+        return errors
 
     expected = [(faulty, name) for faulty, name, *_ in drawn_faults(tries(500))]
     assert run_ranks(RANKS, inject) == [expected] * RANKS
@@ -88,15 +88,15 @@ def test_persistent_faults_are_found_within_a_rotation_and_attributed():
 
 def test_transient_faults_are_found_if_their_leaf_is_checked():
     def inject(group):
-        check, found = SpotCheck(group, gradients_of, every=EVERY), []
+        check, errors = SpotCheck(group, gradients_of, every=EVERY), []
         for faulty, name, bit, start, at in drawn_faults(tries(500)):
 
             def spoil(step, gradients, arguments=(group.rank == faulty, at, name, bit)):
                 if arguments[0] and step == arguments[1]:
                     flip(gradients, *arguments[2:])
 
-            found.append(steps_of_a_rotation(group, check, start, spoil))
-        return found
+            errors.append(steps_of_a_rotation(group, check, start, spoil))
+        return errors
 
     expected = [
         (faulty, name, at) if at % EVERY == 0 and at // EVERY % RANKS == faulty else None
@@ -109,14 +109,14 @@ def test_transient_faults_are_found_if_their_leaf_is_checked():
 def test_the_share_of_leaves_that_are_checked_is_the_stated_probability():
     def count(group):
         check = SpotCheck(group, gradients_of, every=EVERY)
-        found = 0
+        faults = 0
         for at in range(ROTATION):
             for faulty in range(RANKS):
                 gradients = gradients_of(leaf_of(group, at))
                 if group.rank == faulty:
                     flip(gradients, "w", 7)
-                found += raised_by(check.compare, at, leaf_of(group, at), gradients) is not None
-        return found
+                faults += raised_by(check.compare, at, leaf_of(group, at), gradients) is not None
+        return faults
 
     assert run_ranks(RANKS, count) == [ROTATION * RANKS // (EVERY * RANKS)] * RANKS
 
@@ -169,7 +169,7 @@ def test_a_fault_of_the_recomputation_names_the_rank_that_recomputed():
         assert "; rank 1: float64 (2,) " in text
 
 
-def test_two_ranks_cannot_be_told_apart():
+def test_with_two_ranks_the_error_has_no_rank():
     def train(group):
         gradients = gradients_of(group.rank)
         if group.rank == 0:
@@ -269,7 +269,7 @@ def test_a_failure_of_one_rank_is_raised_by_all(failing):
         assert text.split(": ")[-1] in result[1] and result[2]
 
 
-def test_steps_between_checks_send_nothing_and_one_rank_checks_nothing():
+def test_other_steps_and_single_ranks_do_not_communicate():
     def train(group):
         if group.rank == 0:
             return SpotCheck(group, fail).compare(3, 0, {})  # the other rank is not called
@@ -279,7 +279,7 @@ def test_steps_between_checks_send_nothing_and_one_rank_checks_nothing():
     assert run_ranks(1, lambda group: SpotCheck(group, fail).compare(0, 0, {})) == [False]
 
 
-def test_choose_leaf_chooses_each_leaf_in_a_rotation_of_its_own():
+def test_choose_leaf_takes_another_leaf_in_each_rotation():
     check = run_ranks(2, lambda group: SpotCheck(group, gradients_of, every=3))[0]
     chosen = [check.choose_leaf(step, [5, 6, 7]) for step in range(0, 24, 3)]
     assert chosen == [5, 5, 6, 6, 7, 7, 5, 5]

@@ -73,8 +73,8 @@ def test_a_file_that_cannot_be_written_or_read_is_named(path):
 
 def test_ranks_compare_their_parts_with_one_file(path):
     def divided(group, change=0, *, update=False):
-        whole = STATE["w"] + change
-        state = {"w": Layout.rows(3).shard(whole, group.rank), "b": STATE["b"]}
+        part = Layout.rows(3).shard(STATE["w"] + change, group.rank)
+        state = {"w": part, "b": STATE["b"]}
         assert_digest(state, path, group=group, update=update)
 
     def refused(group, error, *arguments):

@@ -1,4 +1,4 @@
-"""`assert_same_bits`: what its error says about differences, and which relations it finds."""
+"""`assert_same_bits`: its error about differences, and the relations that it finds."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def further(array, steps, towards=np.inf):
 
 
 def lines_of(actual, expected, **keywords):
-    """The lines of the error, without the tensor's name; none if there is no error."""
+    """The lines of the error, without the tensor's name; an empty list without an error."""
     if not hasattr(actual, "keys") and not isinstance(actual, str):
         actual, expected = {"w": actual}, {"w": expected}
     try:
@@ -112,7 +112,7 @@ def test_values_that_print_alike_are_shown_by_their_bits():
     assert "first at [1]: b (actual), c (expected)" in lines_of(*SPECIAL["texts"][:2])[1]
 
 
-def test_byte_order_and_strides_are_no_difference():
+def test_byte_order_and_strides_do_not_count():
     assert not lines_of(WHOLE.astype(">f4"), WHOLE)
     assert lines_of(WHOLE.astype(">f4").T, WHOLE)[-1] == "it is the expected tensor, transposed"
 
@@ -172,6 +172,21 @@ def test_relations_are_named(text):
 )
 def test_unrelated_tensors_have_no_relation(actual, expected):
     assert not [line for line in lines_of(actual, expected) if line.startswith(("it ", "the "))]
+
+
+def test_equal_parts_are_numbered_once():
+    blocks = np.array([[1.0, 2], [3, 4], [3, 4]])
+    text = "it has the 3 expected parts along axis 0 in the order [1, 0, 2]"
+    assert lines_of(blocks[[1, 0, 2]], blocks)[-1] == text
+
+
+def test_relations_along_long_axes_and_of_large_tensors_are_not_sought(monkeypatch):
+    monkeypatch.setattr("mlstate.testing._same_bits._SLICES", 5)
+    assert lines_of(np.roll(WHOLE, 1), WHOLE)[-1] == "it is the expected tensor, rolled by 1"
+    for actual in (WHOLE[[1, 0, 2, 3, 4, 5]], WHOLE[2:5], np.roll(WHOLE, 1)):
+        monkeypatch.setattr("mlstate.testing._same_bits._SOUGHT", 35 + (len(actual) == 3))
+        assert "expected tensor" not in lines_of(actual, WHOLE)[-1]
+        assert "it has" not in lines_of(actual, WHOLE)[-1]
 
 
 def test_the_tensor_with_the_same_values_is_named():
