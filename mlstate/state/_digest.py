@@ -331,9 +331,9 @@ def _lanes(array: Any, dtype: str, shape: tuple[int, ...], starts: tuple[int, ..
     elif dtype not in NAMES:  # only NumPy knows the items: as bytes, on another axis
         if array.dtype.hasobject:
             raise CompatibilityError(f"an array of {array.dtype} has no bytes of its own")
-        item = array.dtype.itemsize
-        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        array = array.reshape(-1).view(np.uint8).reshape(*array.shape, item)
+        item, lengths = array.dtype.itemsize, array.shape
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))  # with an axis at least
+        array = array.reshape(-1).view(np.uint8).reshape(*lengths, item)
         shape, starts = (*shape, item), (*starts, 0)
     return _core.digest_part(array, shape, starts)
 

@@ -66,6 +66,12 @@ def test_the_value_is_the_defined_sum(nbytes):
     assert value(data) == defined(data.tobytes())
 
 
+@pytest.mark.parametrize("dtype", ["<f4", ">c16", "<U3", "m8[s]"])
+def test_arrays_without_axes_have_digests(dtype):
+    scalar = random_array(1, dtype, ())
+    assert value(scalar) == defined(scalar.astype(scalar.dtype.newbyteorder("<")).tobytes())
+
+
 def test_values_of_version_1_never_change():
     rows = np.arange(30_000, dtype=np.float32).reshape(100, 300)
     state = mlstate.digest({"rows": rows, "empty": np.zeros((0, 3), np.int8)})
