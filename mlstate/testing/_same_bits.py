@@ -157,7 +157,7 @@ class _Tensor(NamedTuple):
     @property
     def grid(self) -> NDArray:
         """The bits by index; the last axis has the integers of an element."""
-        return self.bits.reshape(*self.shape, -1)
+        return self.bits.reshape(*self.shape, self.bits.shape[1])
 
     def text(self, element: int) -> str:
         """Return an element as text."""

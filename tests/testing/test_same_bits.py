@@ -168,6 +168,7 @@ def test_relations_are_named(text):
         (WHOLE.astype(np.complex64), WHOLE + 1j),
         (WHOLE[:5, :5], WHOLE),
         (np.zeros((0, 3)), np.zeros((3, 0))),
+        (np.zeros((0, 3)), np.ones((3, 1))),
     ],
 )
 def test_unrelated_tensors_have_no_relation(actual, expected):
