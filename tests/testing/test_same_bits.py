@@ -90,6 +90,19 @@ SPECIAL = {
     "NaN": (NAN, OTHER_NAN, "1 of 2 elements differ, by at most 0 ulps", True),
     "one NaN": (NAN, np.ones(2, "f4"), "1 of 2 elements differ; 1 NaN in one state only", False),
     "integers": (np.arange(3), np.arange(3) * 4, "2 of 3 elements differ, by at most 6", False),
+    "one NaN of several": (
+        np.float32([np.nan, 1, 3]),
+        np.float32([1, 2, 3]),
+        "2 of 3 elements differ, by at most 8,388,608 ulps; 1 NaN in one state only",
+        False,
+    ),
+    "NaN beside infinity": (
+        np.array([0x7C01], np.uint16).view(np.float16),
+        np.float16([np.inf]),
+        "1 of 1 elements differ; 1 NaN in one state only",
+        False,
+    ),
+    "unsigned": (np.uint8([0]), np.uint8([255]), "1 of 1 elements differ, by at most 255", False),
     "signed": (np.int8([-128]), np.int8([127]), "1 of 1 elements differ, by at most 255", False),
     "bool": (np.array([True, False]), np.ones(2, bool), "1 of 2 elements differ", False),
     "texts": (np.array(["a", "b"]), np.array(["a", "c"]), "1 of 2 elements differ", False),
@@ -168,7 +181,8 @@ def test_relations_are_named(text):
         (WHOLE.astype(np.complex64), WHOLE + 1j),
         (WHOLE[:5, :5], WHOLE),
         (np.zeros((0, 3)), np.zeros((3, 0))),
-        (np.zeros((0, 3)), np.ones((3, 1))),
+        (np.ones((3, 1)), np.zeros((0, 3))),
+        (np.array([3.0, 1, 1, 1, 1, 1]), np.array([1.0, 1, 1, 1, 1, 5])),
     ],
 )
 def test_unrelated_tensors_have_no_relation(actual, expected):
@@ -176,18 +190,19 @@ def test_unrelated_tensors_have_no_relation(actual, expected):
 
 
 def test_equal_parts_are_numbered_once():
-    blocks = np.array([[1.0, 2], [3, 4], [3, 4]])
-    text = "it has the 3 expected parts along axis 0 in the order [1, 0, 2]"
-    assert lines_of(blocks[[1, 0, 2]], blocks)[-1] == text
+    rows = np.array([[1.0, 2], [3, 4], [3, 4], [5, 6]])
+    text = "it has the 4 expected parts along axis 0 in the order [1, 0, 3, 2]"
+    assert lines_of(rows[[1, 0, 3, 2]], rows)[-1] == text
 
 
-def test_relations_along_long_axes_and_of_large_tensors_are_not_sought(monkeypatch):
-    monkeypatch.setattr("mlstate.testing._same_bits._SLICES", 5)
-    assert lines_of(np.roll(WHOLE, 1), WHOLE)[-1] == "it is the expected tensor, rolled by 1"
-    for actual in (WHOLE[[1, 0, 2, 3, 4, 5]], WHOLE[2:5], np.roll(WHOLE, 1)):
-        monkeypatch.setattr("mlstate.testing._same_bits._SOUGHT", 35 + (len(actual) == 3))
-        assert "expected tensor" not in lines_of(actual, WHOLE)[-1]
-        assert "it has" not in lines_of(actual, WHOLE)[-1]
+@pytest.mark.parametrize(("limit", "most"), [("_SLICES", 5), ("_SOUGHT", 35)])
+def test_relations_along_long_axes_and_of_large_tensors_are_not_sought(limit, most, monkeypatch):
+    monkeypatch.setattr(f"mlstate.testing._same_bits.{limit}", most)
+    moved = WHOLE[[1, 0, 2, 3, 4, 5]]
+    assert lines_of(moved, WHOLE)[-1].startswith("first at [0, 0]: ")
+    assert len(lines_of(WHOLE[2:5], WHOLE)) == 1
+    rolled = "first at [0, 0]" if limit == "_SOUGHT" else "it is the expected tensor, rolled by 1"
+    assert lines_of(np.roll(WHOLE, 1), WHOLE)[-1].startswith(rolled)
 
 
 def test_the_tensor_with_the_same_values_is_named():
