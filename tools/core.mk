@@ -29,12 +29,13 @@ KV_WITHOUT := csrc/core/array/copy/measure_copies.c
 KV_SOURCES := $(filter-out $(KV_WITHOUT),$(filter $(addsuffix /%,$(addprefix csrc/core/,$(KV_FOLDERS))),$(SOURCES)))
 KV_OBJECTS := $(KV_SOURCES:csrc/%.c=$(BUILD)/%.o) $(PUBLIC_OBJECTS)
 TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
-# Only GNU ld can replace the library's malloc by a test's own (--wrap).
+# Only GNU ld can replace the library's calls by a test's own (--wrap).
 ifeq ($(shell uname -s),Darwin)
-TEST_SOURCES := $(filter-out %_alloc_failure.c,$(TEST_SOURCES))
+TEST_SOURCES := $(filter-out %_failure.c,$(TEST_SOURCES))
 endif
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/tests/%,$(TEST_SOURCES))
 
+comma := ,
 # `make -s` prints nothing.
 SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 
@@ -85,6 +86,8 @@ $(BUILD)/tests/%.o: tests/core/%.c tools/core.mk
 $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIB) $(PUBLIC_OBJECTS)
 	@$(CC) $(FLAGS) $< $(PUBLIC_OBJECTS) $(LIB) $(LINK) -lpthread -lm -o $@
 
-$(BUILD)/tests/%_alloc_failure: LINK := -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc
+$(BUILD)/tests/%_alloc_failure: LINK := $(patsubst %,-Wl$(comma)--wrap=%,malloc calloc realloc)
+$(BUILD)/tests/%_call_failure: LINK := $(patsubst %,-Wl$(comma)--wrap=%,close faccessat fallocate \
+	fchown fstat fstatat ftruncate getentropy openat pread renameat)
 
 -include $(OBJECTS:.o=.d) $(PUBLIC_OBJECTS:.o=.d) $(TESTS:=.d)

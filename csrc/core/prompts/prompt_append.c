@@ -47,7 +47,7 @@ static mls_code open_segment(mls_prompt_append *append, mls_status *st)
     mls_prompt_segment_name(name, append->segment);
     append->fd =
         openat(append->log->folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
-    return append->fd >= 0 ? MLS_OK : mls_fail_os(st, errno, "cannot open %s", name);
+    return append->fd >= 0 ? MLS_OK : mls_fail_os(st, errno, "cannot append to %s", name);
 }
 
 /* Begin to append, to the newest segment or to a new one. A segment that has no record
@@ -210,8 +210,8 @@ static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 
 /* ---- headers ---- */
 
-/* Provide room for one more header of `bytes` bytes. MLS_E_MEMORY, MLS_E_SIZE; `append`
- * stays valid. */
+/* Provide room for one more header of `bytes` bytes. MLS_E_MEMORY; `append` stays
+ * valid. */
 static mls_code reserve_header(mls_prompt_append *append, size_t bytes, mls_status *st)
 {
     if (append->count == append->room) {
@@ -226,10 +226,7 @@ static mls_code reserve_header(mls_prompt_append *append, size_t bytes, mls_stat
         }
         append->room = room;
     }
-    size_t needed;
-    if (!mls_size_add(append->byte_count, bytes, &needed)) {
-        return mls_fail(st, MLS_E_SIZE, "too many records at once");
-    }
+    const size_t needed = append->byte_count + bytes; /* of headers in memory */
     if (needed > append->byte_room) {
         const size_t room = mls_size_most(needed, 2 * append->byte_room);
         unsigned char *more = mls_realloc(append->bytes, room, 1);

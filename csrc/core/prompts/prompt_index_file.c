@@ -160,19 +160,17 @@ static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {
     struct stat info;
-    size_t bytes = 0;
     if (fstatat(log->folder, MLS_PROMPT_INDEX, &info, AT_SYMLINK_NOFOLLOW) == 0 &&
         !S_ISREG(info.st_mode)) {
         return mls_fail(st, MLS_E_FORMAT, "`index` is not a regular file: delete it");
     }
     mls_code code = mls_prompt_index_pack(&log->index, st);
-    if (code == MLS_OK && !compute_length(log->segment_count, log->index.count, &bytes)) {
-        code = mls_fail(st, MLS_E_SIZE, "the index is too large");
-    }
     if (code == MLS_OK) {
         code = replace_file(log, st);
     }
     if (code == MLS_OK) {
+        size_t bytes = 0; /* cannot overflow: all of it takes more bytes in memory */
+        (void)compute_length(log->segment_count, log->index.count, &bytes);
         log->unindexed = 0;
         log->index_bytes = bytes;
     }

@@ -11,6 +11,7 @@
 #include "prompts/prompt_index.h"
 #include "prompts/prompt_log.h"
 
+#include <dirent.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <sys/types.h>
@@ -91,6 +92,9 @@ mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t 
  * another file that is not regular. MLS_E_IO. */
 mls_code mls_prompt_require_regular(const mls_prompt_log *log, const char *name,
                                     mls_status *st);
+
+/* Open the log's folder to read its names; the caller closes it. NULL: MLS_E_IO. */
+DIR *mls_prompt_folder_list(const mls_prompt_log *log, mls_status *st);
 
 /* Set `*out` to the `*count` numbers of the segments in the folder, sorted. The caller
  * frees it. Needs no lock. With `cleans`, for the writer, deletes the temporary files of

@@ -261,12 +261,10 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     if (fstat(hit->file->fd, &info) != 0) {
         return mls_fail_os(st, errno, "cannot examine the segment");
     }
-    if ((uint64_t)info.st_size < hit->offset) {
-        return mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
-    }
+    const uint64_t size = (uint64_t)info.st_size; /* the segment may have been cut */
     mls_code code = mls_prompt_header_read(
-        hit->file->fd, hit->offset, (uint64_t)info.st_size - hit->offset, s->log->crc,
-        header_buffer, &bytes, &header, st);
+        hit->file->fd, hit->offset, size > hit->offset ? size - hit->offset : 0,
+        s->log->crc, header_buffer, &bytes, &header, st);
     if (code == MLS_E_IO) {
         code = mls_fail_os(st, st->os_error,
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,

@@ -5,7 +5,6 @@
 #include "base/memory.h"
 #include "io/file.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
@@ -69,15 +68,10 @@ void mls_prompt_unlock_state(mls_prompt_log *log)
  * that becomes a store. MLS_E_IO. */
 static mls_code check_empty(const mls_prompt_log *log, mls_status *st)
 {
-    const int fd = openat(log->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *open_folder = fd < 0 ? NULL : fdopendir(fd);
+    DIR *open_folder = mls_prompt_folder_list(log, st);
     bool is_empty = true;
     if (open_folder == NULL) {
-        const int reason = errno;
-        if (fd >= 0) {
-            (void)close(fd);
-        }
-        return mls_fail_os(st, reason, "cannot list the folder");
+        return st->code;
     }
     for (struct dirent *entry; is_empty && (entry = readdir(open_folder)) != NULL;) {
         is_empty = entry->d_name[0] == '.';

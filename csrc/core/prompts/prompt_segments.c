@@ -7,7 +7,6 @@
 #include "base/size.h"
 #include "io/file.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -131,19 +130,27 @@ static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_fol
     return MLS_OK;
 }
 
-/* List the numbers of the segments in the folder. The folder is opened again, because a
- * duplicate would share its position. */
-mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
-                                  size_t *count, mls_status *st)
+/* The folder is opened again, because a duplicate would share its position. */
+DIR *mls_prompt_folder_list(const mls_prompt_log *log, mls_status *st)
 {
     const int fd = openat(log->folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *open_folder = fd < 0 ? NULL : fdopendir(fd);
     if (open_folder == NULL) {
-        const int reason = errno;
+        mls_fail_os(st, errno, "cannot list the folder");
         if (fd >= 0) {
             (void)close(fd);
         }
-        return mls_fail_os(st, reason, "cannot list the folder");
+    }
+    return open_folder;
+}
+
+/* List the numbers of the segments in the folder. */
+mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
+                                  size_t *count, mls_status *st)
+{
+    DIR *open_folder = mls_prompt_folder_list(log, st);
+    if (open_folder == NULL) {
+        return st->code;
     }
     const mls_code code = read_names(log, cleans, open_folder, out, count, st);
     (void)closedir(open_folder);

@@ -13,6 +13,11 @@ enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
 
 /* ---- headers ---- */
 
+static mls_code fail_cut(mls_status *st)
+{
+    return mls_fail(st, MLS_E_FORMAT, "the header of a record is cut off");
+}
+
 /* Read and parse the header of a record. Most headers fit into the first read; a longer
  * one is read again as a whole. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
@@ -32,7 +37,7 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
     }
     const size_t length = out->header_bytes;
     if (length > left) {
-        return mls_fail(st, MLS_E_FORMAT, "the header of a record is cut off");
+        return fail_cut(st);
     }
     unsigned char *longer = mls_alloc(length, 1);
     if (longer == NULL) {
@@ -44,8 +49,7 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
     }
     if (code != MLS_OK) {
         mls_free(longer);
-        return code == MLS_E_CAPACITY ? mls_fail(st, MLS_E_FORMAT, "a header changed")
-                                      : code;
+        return code == MLS_E_CAPACITY ? fail_cut(st) : code; /* it became longer */
     }
     *bytes = longer;
     return MLS_OK;

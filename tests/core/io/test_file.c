@@ -55,7 +55,8 @@ TEST(only_regular_files_are_opened_without_blocking)
 {
     int fd = -1;
     uint64_t bytes;
-    CHECK(mls_file_open(folder, &fd, &bytes, &status) == MLS_E_IO);
+    CHECK_FAILS(mls_file_open(folder, &fd, &bytes, &status), MLS_E_IO,
+                "cannot read the file: Is a directory");
     CHECK(status.os_error == EISDIR);
     CHECK(mls_file_open(in_folder(path, "none"), &fd, &bytes, &status) == MLS_E_IO);
     CHECK(status.os_error == ENOENT);

@@ -215,7 +215,8 @@ TEST(text_with_a_nul_byte_is_refused)
 
 TEST(duplicate_keys_are_refused_however_they_are_spelled)
 {
-    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}") == MLS_E_FORMAT);
+    CHECK_FAILS(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}"), MLS_E_FORMAT,
+                "JSON has the key 'a' twice in one object");
     CHECK(status.offset == 13);
     CHECK_TEXT(status.name, "a");
     CHECK(!accepts("[{\"x\":{\"\":1,\"\":2}}]", 19));

@@ -30,10 +30,3 @@ TEST(a_full_disk_leaves_the_log_unchanged)
     CHECK(put_blocks(log, 2, 4) == 4 && stored_tokens(log, 2) == 16);
     mls_prompt_log_free(log);
 }
-
-TEST(limits_of_segments_follow_the_budget)
-{
-    CHECK(mls_prompt_segment_limit(UINT64_MAX) == 256 << 20);
-    CHECK(mls_prompt_segment_limit(0) == 64 << 10);
-    CHECK(mls_prompt_segment_limit(160 << 20) == 10 << 20);
-}

@@ -37,6 +37,19 @@ TEST(another_record_in_place_of_the_expected_one_is_not_believed)
     mls_prompt_log_free(log);
 }
 
+TEST(a_cut_segment_shortens_the_match)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 1) == 1 && truncate(segment_path(1), 10) == 0);
+    log->is_writing = true; /* the log is not read anew */
+    const prompt p = prompt_of(1);
+    mls_prompt_match *match = match_tokens(log, &p, 4);
+    CHECK(match->length == 0 && match->count == 0);
+    mls_prompt_match_free(match);
+    log->is_writing = false;
+    mls_prompt_log_free(log);
+}
+
 enum { THREADS = 4, ROUNDS = 60 };
 
 static mls_prompt_log *shared;

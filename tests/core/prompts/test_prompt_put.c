@@ -66,6 +66,12 @@ TEST(records_of_several_kinds_are_listed_by_their_ends)
     for (size_t i = 0; i < 7; i++) {
         CHECK(items[i].result == 0);
     }
+    items[0] = (mls_prompt_item){.end = 3};
+    CHECK_FAILS(put_items(log, &p, 10, items, 1), MLS_E_VALUE,
+                "a block of 4 tokens cannot end at token 3");
+    items[0].end = 12;
+    CHECK_FAILS(put_items(log, &p, 10, items, 1), MLS_E_VALUE,
+                "a record ends at token 12 of a prompt of 10 tokens");
     mls_prompt_log_free(log);
 }
 

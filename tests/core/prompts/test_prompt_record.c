@@ -96,6 +96,10 @@ TEST(every_flipped_bit_of_a_header_is_found)
                                       &status) != MLS_OK);
         bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
     }
+    bytes[length - 1] ^= 1;
+    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 320, mls_crc_of(best_cpu()),
+                                        &header, &status),
+                MLS_E_CHECKSUM, "the header of a record is damaged");
 }
 
 /* The checksum does not protect: a hostile file has the right one. */

@@ -48,6 +48,9 @@ TEST(a_new_segment_skips_names_that_exist)
     CHECK(mls_prompt_segment_create(log, &status) == MLS_OK);
     CHECK(log->highest == 2 && mls_prompt_segment_find(log, 2) != NULL);
     CHECK(mls_prompt_segment_find(log, 1) == NULL);
+    log->highest = 99999999; /* the last number */
+    CHECK_FAILS(mls_prompt_segment_create(log, &status), MLS_E_SIZE,
+                "the store has no segment numbers left");
     mls_prompt_log_free(log);
 }
 
@@ -66,6 +69,8 @@ TEST(links_fifos_and_segments_of_other_stores_are_refused)
         const mls_code code = mls_prompt_segment_hold(log, &segment, &file, &status);
         CHECK(code == (number < 5 ? MLS_E_FORMAT : MLS_E_IO));
         CHECK(number < 5 || status.os_error == ENOENT);
+        CHECK(number != 4 ||
+              strcmp(status.text, "the segment belongs to another place") == 0);
     }
     mls_prompt_log_free(log);
     log = NULL;

@@ -39,6 +39,23 @@ TEST(statistics_count_the_stored_records)
     mls_prompt_log_free(log);
 }
 
+/* A writer cut the segment while the records were listed. */
+TEST(records_behind_the_end_of_a_segment_are_damaged)
+{
+    mls_prompt_log *log = open_log();
+    mls_prompt_damage *damage = NULL;
+    size_t count = 0;
+    CHECK(put_blocks(log, 1, 1) == 1);
+    log->segments[0].bytes = 10;
+    log->is_writing = true; /* the log is not read anew */
+    CHECK(mls_prompt_verify(log, false, NULL, &damage, &count, &status) == MLS_OK);
+    REQUIRE(count == 1);
+    CHECK_TEXT(damage[0].text, "the segment is cut off");
+    mls_free(damage);
+    log->is_writing = false;
+    mls_prompt_log_free(log);
+}
+
 /* Without descriptors, a repair must not remove healthy records. */
 TEST(too_many_open_files_are_no_damage)
 {

@@ -2,6 +2,7 @@
 #include "runtime/process_memory.h"
 #include "support/temporary_folder.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 /* Write a file of the folder; creates the folders in between. */
@@ -81,3 +82,17 @@ TEST(memory_read_returns_plausible_numbers)
     (void)after;
 #endif
 }
+
+#if defined(__linux__)
+TEST(memory_is_unknown_without_descriptors)
+{
+    mls_process_memory memory;
+    struct rlimit before;
+    REQUIRE(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const struct rlimit none = {.rlim_cur = 0, .rlim_max = before.rlim_max};
+    REQUIRE(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    CHECK_FAILS(mls_process_memory_read(&memory, &status), MLS_E_IO,
+                "the system does not report the memory in use: Function not implemented");
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+}
+#endif
