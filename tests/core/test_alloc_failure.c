@@ -218,7 +218,7 @@ static mls_code build_and_drop(mls_status *st)
 
 TEST(building_an_index_survives_every_failure)
 {
-    CHECK(fail_each(build_and_drop) >= 3);
+    CHECK(fail_each_with(build_and_drop, "no room for an index of 5 shards") >= 3);
 }
 
 static mls_json_writer index_text; /* input of the next job */
@@ -462,16 +462,16 @@ TEST(checkpoints_survive_every_failure)
     const mls_shard_job job = job_of(items, 4, generations[0], NULL);
     committed = write_all(&job, &written);
     if (committed.shard_count == 4) {
-        CHECK(fail_each(plan_shards) >= 30);
+        CHECK(fail_each_with(plan_shards, "no room to describe 1 shards") >= 30);
         CHECK(fail_each(write_layers) >= 30);
         CHECK(fail_each(write_shards) >= 30);
         CHECK(fail_each(list_shards) == 4);
         CHECK(fail_each(find_patterns) == 3);
         CHECK(fail_each(find_shards) >= 3);
-        CHECK(fail_each(make_header) >= 6);
+        CHECK(fail_each_with(make_header, "no room to describe 2 shards") >= 6);
         CHECK(fail_each(plan_load) >= 6);
         CHECK(unlinkat(pool_fd, committed.files[1].path, 0) == 0);
-        CHECK(fail_each(verify_shards) >= 20);
+        CHECK(fail_each_with(verify_shards, "no memory to continue") >= 20);
     }
     mls_index_fini(&committed);
 }

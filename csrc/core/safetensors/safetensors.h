@@ -91,6 +91,7 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st);
 
 /* A parsed header. Everything in it was checked: the tensors cover the file exactly. */
 typedef struct mls_safetensors {
+    uint64_t bytes;      /* of the whole file */
     mls_stored *tensors; /* in the header's order */
     size_t count;
     mls_str_pair *metadata; /* without the checksum entries */
@@ -118,10 +119,6 @@ mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st);
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st);
-
-/* Return the offset of the end of the last tensor, which mls_safetensors_parse has
- * compared with the file's length; 0 without tensors. */
-uint64_t mls_safetensors_end(const mls_safetensors *file);
 
 void mls_safetensors_fini(mls_safetensors *file); /* accepts a zeroed struct; zeroes it */
 

@@ -649,6 +649,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                        .header_crc_node = MLS_JSON_NONE,
                        .block_crcs_node = MLS_JSON_NONE,
                        .st = st};
+    r.file.bytes = file_bytes;
     if (read_json(&r) != MLS_OK || read_entries(&r) != MLS_OK ||
         check_coverage(&r) != MLS_OK || read_checksums(&r, crc, verify) != MLS_OK) {
         mls_safetensors_fini(&r.file);
@@ -666,18 +667,6 @@ mls_code mls_safetensors_check(const mls_safetensors *file, mls_status *st)
         code = mls_stored_check(&file->tensors[i], st);
     }
     return code;
-}
-
-/* Return the end of the last tensor. Compare all tensors: they are in the header's order,
- * which may differ from the order of their offsets. */
-uint64_t mls_safetensors_end(const mls_safetensors *file)
-{
-    uint64_t last = 0;
-    for (size_t i = 0; i < file->count; i++) {
-        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
-        last = end > last ? end : last;
-    }
-    return last;
 }
 
 /* Names and metadata point into the JSON document, which is freed last. */

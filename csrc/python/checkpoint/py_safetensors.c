@@ -250,7 +250,7 @@ static mls_code load_mapped(const mlspy_state *state, int fd, const mls_safetens
                                                       state->pool, st));
     }
     if (code == MLS_OK) {
-        code = mls_mapping_init(&mapping, fd, mls_safetensors_end(file), st);
+        code = mls_mapping_init(&mapping, fd, file->bytes, st);
     }
     PyObject *capsule = code == MLS_OK ? mlspy_mapping_capsule(&mapping) : NULL;
     if (capsule != NULL) {

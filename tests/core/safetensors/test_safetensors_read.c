@@ -54,29 +54,77 @@ TEST(headers_of_other_writers_are_read)
     CHECK(f.tensors[1].rank == 0 && f.tensors[1].bytes == 4);
     CHECK(f.tensors[2].bytes == 0 && f.tensors[2].shape[1] == 9);
     CHECK(f.tensors[3].dtype == MLS_F8_E4M3);
-    CHECK(mls_safetensors_end(&f) == file.head + 11); /* of the last one by offset */
+    CHECK(f.bytes == file.head + 11);
     mls_safetensors_fini(&f);
     mls_safetensors_fini(&f);
 }
 
-TEST(errors_name_the_tensor)
+TEST(bad_headers_are_refused)
 {
+#define LARGER "tensor 'a': its shape is larger than memory"
     static const struct {
         const char *header;
         size_t payload;
-        const char *name;
+        const char *name, *text;
     } cases[] = {
-        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 1, 3) "}", 3, "b"},
-        {"{" T("a", "U8", "1", 0, 1) "," T("b", "U8", "1", 2, 3) "}", 3, "b"},
-        {"{" T("a", "U8", "9223372036854775807,2,0", 0, 0) "}", 0, "a"},
-        {"{\"a\":[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]}", 0, ""}, /* too deep */
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 1, 3) "}", 3, "b",
+         "tensor 'b' overlaps the one before it"},
+        {"{" T("a", "U8", "1", 0, 1) "," T("b", "U8", "1", 2, 3) "}", 3, "b",
+         "there is a gap in front of tensor 'b'"},
+        {"{" T("a", "U8", "1", 0, 1) "}", 3, "",
+         "2 bytes after the last tensor belong to no tensor"},
+        {"{" T("a", "U8", "9223372036854775807,2,0", 0, 0) "}", 0, "a", LARGER},
+        {"{" T("a", "F4", "9223372036854775807", 0, 0) "}", 0, "a", LARGER},
+        {"{" T("a", "F4", "3", 0, 2) "}", 2, "a",
+         "tensor 'a': its elements do not fill whole bytes"},
+        {"{" T("a", "U8", "-1", 0, 1) "}", 1, "a",
+         "tensor 'a': a dimension is not a whole number"},
+        {"{" T("a", "U8", "2", 0, 1) "}", 1, "a",
+         "tensor 'a': its shape takes 2 bytes, its offsets span 1"},
+        {"{" T("a", "U8", "2", 0, 2) "}", 1, "a",
+         "tensor 'a': its bytes end at 2 of 1: the file is truncated or the header is "
+         "wrong"},
+        {"{" T("a", "U8", "1", 1, 0) "}", 1, "a",
+         "tensor 'a': \"data_offsets\" is not a pair [begin, end] of offsets"},
+        {"{" T("a", "", "1", 0, 1) "}", 1, "a", "tensor 'a': its dtype is empty"},
+        {"{\"a\":1}", 0, "a", "tensor 'a': its entry is not a JSON object"},
+        {"{\"a\":{}}", 0, "a", "tensor 'a': the header lacks its \"dtype\""},
+        {"{\"a\":{\"dtype\":1}}", 0, "a", "tensor 'a': \"dtype\" is not a string"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":1}}", 0, "a",
+         "tensor 'a': \"shape\" is not a list"},
+        {"{\"__metadata__\":1}", 0, "",
+         "safetensors header: \"__metadata__\" is not a JSON object"},
+        {"{\"__metadata__\":{\"k\":1}}", 0, "",
+         "safetensors header: \"__metadata__\" has a value that is not a string"},
+        {"{\"a\":[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]}", 0, "",
+         "safetensors header: JSON is nested more than 16 levels deep"},
+        {"[]", 0, "", "not a safetensors file: its header does not start with '{'"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         const image file = image_of(cases[i].header, cases[i].payload);
         mls_safetensors f;
-        CHECK(parse(&file, &f, &status) == MLS_E_FORMAT && status.has_offset);
+        CHECK_FAILS(parse(&file, &f, &status), MLS_E_FORMAT, cases[i].text);
+        CHECK(status.has_offset);
         CHECK_TEXT(status.name, cases[i].name);
     }
+}
+
+TEST(lengths_that_are_false_are_refused)
+{
+    image file = image_of("{}", 0);
+    mls_safetensors f;
+    CHECK_FAILS(mls_safetensors_parse(file.bytes, 9, 10, crc, true, &f, &status),
+                MLS_E_VALUE, "got only 9 bytes of the header");
+    CHECK_FAILS(mls_safetensors_parse(file.bytes, 7, 7, crc, true, &f, &status),
+                MLS_E_FORMAT, "not a safetensors file: 7 bytes are too few for one");
+    mls_store_le64(file.bytes, 3);
+    CHECK_FAILS(
+        parse(&file, &f, &status), MLS_E_FORMAT,
+        "the file is truncated: its header should have 3 bytes, but only 2 follow");
+    mls_store_le64(file.bytes, MLS_SAFETENSORS_MAX_HEADER + 1);
+    CHECK_FAILS(parse(&file, &f, &status), MLS_E_FORMAT,
+                "not a safetensors file: a header of 100000001 bytes is longer than the "
+                "format allows");
 }
 
 TEST(an_opaque_tensor_is_bytes_and_reported_at_its_dtype)

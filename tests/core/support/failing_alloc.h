@@ -55,9 +55,10 @@ static inline size_t take_requested(void)
 }
 
 /* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; returns
- * the number of failures. */
-static inline long fail_each(mls_code (*job)(mls_status *st))
+ * the number of failures, one of which has this whole text. NULL: any. */
+static inline long fail_each_with(mls_code (*job)(mls_status *st), const char *text)
 {
+    bool has_text = text == NULL;
     for (long n = 1; n < 10000; n++) {
         mls_status st;
         countdown = n;
@@ -65,14 +66,20 @@ static inline long fail_each(mls_code (*job)(mls_status *st))
         const mls_code code = job(&st);
         countdown = 0;
         if (!has_failed) {
-            CHECK(code == MLS_OK);
+            CHECK(code == MLS_OK && has_text);
             return n - 1;
         }
         CHECK(code == MLS_E_MEMORY && st.code == MLS_E_MEMORY);
         CHECK(strstr(st.text, "no memory") != NULL || strstr(st.text, "no room") != NULL);
+        has_text = has_text || strcmp(st.text, text) == 0;
     }
     CHECK(false && "the job allocates for ever");
     return 0;
+}
+
+static inline long fail_each(mls_code (*job)(mls_status *st))
+{
+    return fail_each_with(job, NULL);
 }
 
 #endif

@@ -73,9 +73,9 @@ static inline void check_refused_edits(const char *good, const lie *lies, size_t
         const mls_code code = parse_index(text, length, &st);
         const char *name = lies[i].name;
         char message[MLS_TEXT_BYTES];
-        snprintf(message, sizeof message, "%s%s%s%s", *name == '\0' ? "" : "shard of '",
-                 name, *name == '\0' ? "" : "': ", lies[i].text);
-        const bool refused = code == MLS_E_FORMAT && strcmp(st.text, message) == 0 &&
+        snprintf(message, sizeof message, "shard of '%s': %s", name, lies[i].text);
+        const char *expected = *name == '\0' ? lies[i].text : message;
+        const bool refused = code == MLS_E_FORMAT && strcmp(st.text, expected) == 0 &&
                              strcmp(st.name, name) == 0;
         if (!refused) {
             printf("    %s -> %s: %s (%s)\n", lies[i].from, lies[i].to,

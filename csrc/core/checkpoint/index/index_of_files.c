@@ -7,22 +7,17 @@
 #include "base/memory.h"
 #include "io/json_checksum.h"
 
-#include <errno.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 /* Read the header of the file `name` in `folder` into the next element of
  * `index->headers`, and append the file to `index->files`; both have room for it. The
- * file is closed again. The header is counted even if the file's size cannot be read, so
- * that mls_index_fini frees it. Errors of mls_safetensors_open; MLS_E_IO, MLS_E_MEMORY.
- */
+ * file is closed again. Errors of mls_safetensors_open; MLS_E_MEMORY. */
 static mls_code read_file(mls_index *index, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {
-    struct stat info;
     int fd;
     const size_t length = strlen(folder) + strlen(name) + 2;
     char *path = mls_alloc(length, 1);
@@ -31,7 +26,8 @@ static mls_code read_file(mls_index *index, const char *folder, const char *name
     }
     snprintf(path, length, "%s/%s", folder, name);
     mls_safetensors *header = &index->headers[index->file_count];
-    mls_code code = mls_safetensors_open(path, crc, true /* verify */, &fd, header, st);
+    const mls_code code =
+        mls_safetensors_open(path, crc, true /* verify */, &fd, header, st);
     mls_free(path);
     if (code != MLS_OK) {
         return code;
@@ -39,12 +35,9 @@ static mls_code read_file(mls_index *index, const char *folder, const char *name
     mls_index_file *file = &index->files[index->file_count++];
     snprintf(file->path, sizeof file->path, "%s", name);
     file->header_crc = header->has_crc ? header->header_crc : 0;
-    if (fstat(fd, &info) != 0) {
-        code = mls_fail_os(st, errno, "cannot examine the file");
-    }
-    file->bytes = code == MLS_OK ? (uint64_t)info.st_size : 0;
+    file->bytes = header->bytes;
     (void)close(fd);
-    return code;
+    return MLS_OK;
 }
 
 /* Convert the checksums of a tensor's blocks from digits, which the header reader has

@@ -187,6 +187,16 @@ TEST(problems_are_sorted_by_file_and_offset)
     }
 }
 
+TEST(impossible_header_length_is_reported)
+{
+    store(2000);
+    CHECK(flip(file_of(B)->path, 7, 1));
+    mls_problems problems = verify_with(NULL);
+    REQUIRE(problems.count == 1 && problems.list[0].kind == MLS_PROBLEM_HEADER);
+    CHECK_TEXT(problems.list[0].text, "its header's length changed");
+    mls_problems_fini(&problems);
+}
+
 TEST(missing_file_is_reported_once)
 {
     store(2000);

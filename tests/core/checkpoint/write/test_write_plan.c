@@ -92,17 +92,14 @@ TEST(file_stores_the_shape_of_each_part)
     CHECK(plan.index.shards[4].shape == matrix); /* of the whole tensor */
 }
 
-/* The error code of a plan that must fail; the error names the tensor. */
-static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
+/* A plan fails with this text; the error names the tensor. */
+static void check_refused(const mls_shard_item *items, size_t count, const char *name,
+                          mls_code code, const char *text)
 {
     const mls_shard_job job = job_of(items, count, generations[0], NULL);
-    const mls_code code = mls_write_plan_init(&plan, &job, &status);
-    CHECK(code != MLS_OK && plan.planned == NULL && plan.index.shards == NULL);
+    CHECK_FAILS(mls_write_plan_init(&plan, &job, &status), code, text);
+    CHECK(plan.planned == NULL && plan.index.shards == NULL);
     CHECK_TEXT(status.name, name);
-    if (code == MLS_OK) {
-        mls_write_plan_fini(&plan);
-    }
-    return code;
 }
 
 TEST(duplicate_parts_are_refused)
@@ -111,7 +108,7 @@ TEST(duplicate_parts_are_refused)
         part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1),
         item_of("v", NULL, MLS_F32, 1, five, NULL),
         part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1)};
-    CHECK(refused(items, 3, "w") == MLS_E_VALUE);
+    check_refused(items, 3, "w", MLS_E_VALUE, "part 1 of one tensor appears twice");
     items[2].id.section = MLS_OPTIM_STATE; /* another item of that name */
     const mls_shard_job job = job_of(items, 3, generations[0], NULL);
     CHECK(mls_write_plan_init(&plan, &job, &status) == MLS_OK);
@@ -120,14 +117,17 @@ TEST(duplicate_parts_are_refused)
 TEST(names_that_an_index_cannot_hold_are_refused)
 {
     mls_shard_item item = item_of("a\xFF", NULL, MLS_F32, 1, five, NULL);
-    CHECK(refused(&item, 1, "a") == MLS_E_VALUE);
+    check_refused(&item, 1, "a", MLS_E_VALUE, "a name is not valid UTF-8");
     item = item_of("w", "\xFF", MLS_F32, 1, five, NULL);
-    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    check_refused(&item, 1, "w", MLS_E_VALUE, "a name is not valid UTF-8");
     item = item_of("w", "m.x", MLS_F32, 1, five, NULL);
-    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    check_refused(&item, 1, "w", MLS_E_VALUE, "the name of a state has a dot");
     item = item_of("group.lr", "", MLS_F32, 1, five, NULL);
     item.id.has_state = false; /* could be mistaken for state "lr" of "group" */
-    CHECK(refused(&item, 1, "group.lr") == MLS_E_VALUE);
+    check_refused(&item, 1, "group.lr", MLS_E_VALUE, "the name of a state has a dot");
+    item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
+    check_refused(&item, 1, "__metadata__", MLS_E_VALUE,
+                  "the name '__metadata__' is reserved by the format");
 }
 
 TEST(impossible_tensors_are_refused)
@@ -135,23 +135,17 @@ TEST(impossible_tensors_are_refused)
     const size_t huge[] = {SIZE_MAX / 2, 3}, many[17] = {0};
     const mls_shard_item good = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
     mls_shard_item item = part_of(good, 2, 2, 0);
-    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
-    item = part_of(good, 0, 2, 2);
-    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
-    item = part_of(good, 0, 0, 0);
-    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
-    item = part_of(good, MLS_LAYOUT_FLAT, 2, 0);
-    item.layout.count = 2;
-    item.layout.steps[1] = (mls_layout_step){0, 2};
-    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    check_refused(&item, 1, "w", MLS_E_SHAPE, "the layout cuts axis 2 of 2 dimensions");
     item = part_of(good, 0, 1000000001, 0); /* its number would not fit a file name */
-    CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
+    check_refused(&item, 1, "w", MLS_E_SIZE,
+                  "the tensor has more parts or bytes than can be stored");
     item = item_of("w", NULL, MLS_F32, 2, huge, NULL);
-    CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
+    check_refused(&item, 1, "w", MLS_E_SIZE,
+                  "the tensor has more elements than can be counted");
     item = item_of("w", NULL, MLS_F32, 17, many, NULL);
-    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
+    check_refused(&item, 1, "w", MLS_E_SHAPE, "17 dimensions: at most 16 can be stored");
     item = item_of("w", NULL, MLS_F32, -1, many, NULL);
-    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
+    check_refused(&item, 1, "w", MLS_E_SHAPE, "-1 dimensions: at most 16 can be stored");
 }
 
 TEST(empty_list_gives_an_empty_plan)
@@ -333,6 +327,14 @@ TEST(cut_names_stay_apart_and_fit_an_index)
             CHECK(strcmp(path_of(&plan, i), path_of(&plan, j)) != 0);
         }
     }
+    memset(names[0], 'q', 158); /* with the state, the most that is not cut */
+    items[0].id.name.length = 158;
+    items[0].id.state.length = 1;
+    job.rank = UINT64_MAX; /* more digits than a rank of any world has */
+    REQUIRE(mls_write_plan_init(&second, &job, &status) == MLS_OK &&
+            mls_write_plan_reuse(&second, &status) == MLS_OK);
+    CHECK_FAILS(mls_write_plan_assign_files(&second, &status), MLS_E_SIZE,
+                "the name of a file is too long");
 }
 
 /* The plan is an index that the reader accepts, with each shard at the place that its
@@ -524,10 +526,4 @@ TEST(maximum_version_is_not_incremented)
     static const bool same[] = {true};
     second = place(&again, same); /* an unchanged shard keeps its version */
     CHECK(second.index.shards[0].version == INT64_MAX);
-}
-
-TEST(a_name_that_files_reserve_is_refused)
-{
-    const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
-    CHECK(refused(&item, 1, "__metadata__") == MLS_E_VALUE);
 }

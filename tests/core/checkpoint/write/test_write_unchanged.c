@@ -260,7 +260,8 @@ TEST(decreasing_version_is_refused)
     s.index.shards[0].version = 7; /* "a" */
     s.items[0].version = 6;
     const mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
-    REQUIRE(compare(&job) == MLS_E_VALUE);
+    CHECK_FAILS(compare(&job), MLS_E_VALUE,
+                "version 6 is not allowed: the stored version of the shard is 7");
     CHECK_TEXT(status.name, "a");
     CHECK_TEXT(status.expected, "7 or more");
     CHECK_TEXT(status.got, "6");
