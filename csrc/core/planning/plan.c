@@ -321,7 +321,8 @@ static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r
 }
 
 /* Solves to the byte, for a plan or (`out.plan` NULL) for a curve. MLS_E_SIZE: too many
- * blocks or points; all memory is freed, so that it is available for the next attempt. */
+ * blocks or points, and `st` may be unset; all memory is freed, so that it is available
+ * for the next attempt. */
 static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, result out,
                             mls_status *st)
 {
@@ -329,8 +330,7 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, r
     mls_plan_fronts fronts;
     const size_t most = r->most_points == 0 ? MLS_PLAN_EXACT_POINTS : r->most_points;
     if (chain->blocks > MLS_PLAN_EXACT_BLOCKS) {
-        return mls_fail(st, MLS_E_SIZE, "%zu blocks are too many to plan to the byte",
-                        chain->blocks);
+        return MLS_E_SIZE;
     }
     mls_code code =
         mls_plan_costs_init(&costs, chain, r->budget_bytes, 0, r->offload, st);

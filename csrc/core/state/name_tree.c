@@ -110,13 +110,19 @@ static mls_code no_memory(mls_status *st)
     return mls_fail(st, MLS_E_MEMORY, "no memory for the tree of names");
 }
 
+/* Report MLS_E_CAPACITY. */
+static mls_code too_many_segments(mls_status *st)
+{
+    return mls_fail(st, MLS_E_CAPACITY, "the names have more than %zu segments",
+                    MAX_NODES);
+}
+
 /* Ensure room for one more node, by doubling. MLS_E_CAPACITY, MLS_E_MEMORY: the nodes are
  * unchanged. */
 static mls_code reserve_node(mls_name_tree *tree, mls_status *st)
 {
     if (tree->size == MAX_NODES) {
-        return mls_fail(st, MLS_E_CAPACITY, "the names have more than %zu segments",
-                        MAX_NODES);
+        return too_many_segments(st);
     }
     mls_name_node *nodes = mls_grow(tree->nodes, tree->size, &tree->room, sizeof *nodes);
     if (nodes == NULL) {
@@ -284,8 +290,7 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
 {
     /* each name has its own node; this check rules out overflow below */
     if (count >= MAX_NODES || count > SIZE_MAX / 8) {
-        return mls_fail(st, MLS_E_CAPACITY, "%zu names have more than %zu segments",
-                        count, MAX_NODES);
+        return too_many_segments(st);
     }
     mls_name_tree *tree = alloc_tree(count);
     if (tree == NULL) {

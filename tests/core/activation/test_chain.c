@@ -25,6 +25,29 @@ TEST(too_many_blocks_are_refused)
                 "a chain of 1048577 blocks: choose 1 to 1048576");
 }
 
+/* A chain with one change is refused. */
+#define WRONG(change, code, text)                                                        \
+    do {                                                                                 \
+        test_chain c;                                                                    \
+        small_chain(&c);                                                                 \
+        c.change;                                                                        \
+        CHECK_FAILS(mls_chain_check(&c.chain, &status), code, text);                     \
+    } while (0)
+
+TEST(wrong_numbers_are_refused)
+{
+    WRONG(forward[1] = -1, MLS_E_VALUE,
+          "forward_seconds[1] is -1: choose a finite number, at least 0");
+    WRONG(backward[0] = (double)NAN, MLS_E_VALUE,
+          "backward_seconds[0] is nan: choose a finite number, at least 0");
+    WRONG(saved[1] = INT64_MAX / 2, MLS_E_SIZE,
+          "all bytes together exceed 62 bits at saved_bytes[1]");
+    WRONG(
+        chain.load_rate = 0, MLS_E_VALUE,
+        "the offload rate is 10 and the load rate 0 bytes per second: give both, finite "
+        "and above 0, or neither");
+}
+
 /* Steps as tests write them. */
 #define S(kind, index) {MLS_STEP_##kind, index}
 

@@ -118,3 +118,14 @@ TEST(conflicting_choices_are_refused)
     CHECK_TEXT(status.text, "layers cannot be both checkpointed and excluded: a");
     CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
 }
+
+TEST(too_many_layers_are_refused)
+{
+    mls_table_layer *layer = NULL;
+    const mls_layer_key key = named("a");
+    t.count = (size_t)1 << 31;
+    CHECK_FAILS(mls_layer_add(&t, &key, &layer, &status), MLS_E_CAPACITY,
+                "more than 2147483648 layers");
+    CHECK(layer == NULL);
+    t.count = 0;
+}

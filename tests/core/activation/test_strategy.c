@@ -123,4 +123,10 @@ TEST(smart_refuses_sums_beyond_64_bits)
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
     CHECK_FAILS(mls_strategy_restore_layer(&s, &b, 1, 1, &status), MLS_E_SIZE,
                 "the activations of all layers have more bytes than memory can");
+    CHECK_FAILS(mls_strategy_restore_layer(&s, &b, 1, 0, &status), MLS_E_VALUE,
+                "the state of a strategy has a layer that was never called");
+    const mls_layer_key a = named("a");
+    CHECK_FAILS(mls_strategy_restore_layer(&s, &a, 1, 1, &status), MLS_E_VALUE,
+                "the state of a strategy has a layer twice");
+    CHECK_TEXT(status.name, "a");
 }

@@ -2,12 +2,13 @@
 #include "support/deltas.h"
 
 /* Check one change of a valid delta. */
-#define REFUSES(...)                                                                     \
+#define REFUSES(text, ...)                                                               \
     do {                                                                                 \
         mls_delta wrong = delta;                                                         \
         __VA_ARGS__;                                                                     \
-        CHECK(mls_delta_check(&wrong, &status) == MLS_E_FORMAT);                         \
+        CHECK_FAILS(mls_delta_check(&wrong, &status), MLS_E_FORMAT, text);               \
     } while (0)
+#define PAST(elements) "gaps of a delta pass the end of an array of " elements " elements"
 
 TEST(wrong_streams_are_refused)
 {
@@ -21,19 +22,25 @@ TEST(wrong_streams_are_refused)
                              .gaps_bytes = 5,
                              .values_bytes = 6};
     CHECK(mls_delta_check(&delta, &status) == MLS_OK); /* numbers 3, 518, 519 */
-    REFUSES(wrong.elements = 519);
+    REFUSES(PAST("519"), wrong.elements = 519);
     CHECK(status.offset == 4);
-    /* ends within a gap */
-    REFUSES(wrong.gaps_bytes = 3, wrong.changed = 1, wrong.values_bytes = 2);
-    REFUSES(wrong.changed = 2, wrong.values_bytes = 4);
-    REFUSES(wrong.values_bytes = 5);
-    REFUSES(wrong.gap_bytes = 2); /* of 5 bytes */
-    REFUSES(wrong.gap_bytes = 0);
-    REFUSES(wrong.gap_bytes = 3);
-    REFUSES(wrong.item_bytes = 3);
-    REFUSES(wrong.changed = SIZE_MAX / 2 + 2);
-    REFUSES(wrong.elements = SIZE_MAX);
-    REFUSES(wrong.elements = 0);
+    REFUSES("gaps of a delta end within a gap: the delta is cut", wrong.gaps_bytes = 3,
+            wrong.changed = 1, wrong.values_bytes = 2);
+    REFUSES("a delta has 3 gaps for 2 values", wrong.changed = 2, wrong.values_bytes = 4);
+    REFUSES("3 changed elements of 2 bytes, but 5 bytes of values: the delta is cut",
+            wrong.values_bytes = 5);
+    REFUSES("5 bytes of gaps are not a multiple of 2: the delta is cut",
+            wrong.gap_bytes = 2);
+    REFUSES("gaps of a delta have 1 or 2 bytes, not 0", wrong.gap_bytes = 0);
+    REFUSES("gaps of a delta have 1 or 2 bytes, not 3", wrong.gap_bytes = 3);
+    REFUSES("elements of a delta have 1, 2, 4, 8 or 16 bytes, not 3",
+            wrong.item_bytes = 3);
+    REFUSES("9223372036854775809 changed elements of 2 bytes, but 6 bytes of values: the "
+            "delta is cut",
+            wrong.changed = SIZE_MAX / 2 + 2);
+    REFUSES("an array of 18446744073709551615 elements exceeds the memory",
+            wrong.elements = SIZE_MAX);
+    REFUSES(PAST("0"), wrong.elements = 0);
 }
 
 /* Long streams are checked many units at a time; the first wrong unit is reported. */

@@ -83,6 +83,9 @@ TEST(sketch_accepts_numeric_dtypes_only)
         CHECK(sketch.signed_sum != 5 || !number || dtype <= MLS_F64);
         CHECK(number || sketch.magnitude == 5);
     }
+    mls_ams_sketch sketch = {0};
+    CHECK_FAILS(mls_ams_sketch_add(&sketch, ones, MLS_BOOL, 0, 1, 0, &status),
+                MLS_E_DTYPE, "dtype bool cannot be verified: not a number");
 }
 
 TEST(sketch_decodes_float16_and_bfloat16)

@@ -100,6 +100,13 @@ TEST(a_ring_is_filled_or_refused)
     CHECK_FAILS(mls_kv_ring_fill(&copy, kernels(), &copy.slots, 2, 0, 0, &status),
                 MLS_E_OVERLAP, "tokens share memory with the cache: pass a copy of them");
     CHECK(copy.oldest == 15 && copy.next == 17 && copy.evicted == 13);
+    tokens.dtype = MLS_F32;
+    CHECK_FAILS(mls_kv_ring_append(&ring, kernels(), &tokens, &status), MLS_E_DTYPE,
+                "tokens are float32, the cache is int32: convert them first");
+    tokens.shape[2] = 2;
+    CHECK_FAILS(mls_kv_ring_append(&ring, kernels(), &tokens, &status), MLS_E_SHAPE,
+                "tokens have shape (1, 20, 2), the cache (1, 7, 1): they may differ only "
+                "in axis 1, the sequence");
     mls_kv_ring_fini(&ring);
     mls_kv_ring_fini(&copy);
 }

@@ -112,3 +112,23 @@ TEST(rotations_agree_with_the_definition)
         }
     }
 }
+
+TEST(keys_that_do_not_rotate_are_refused)
+{
+    static cache keys;
+    const int64_t shifts[POSITIONS] = {0};
+    mls_rotation r = {.base = 1, .scaling = 1, .rotary_dim = 2, .axis = 1};
+    r.shifts = shifts;
+    r.shift_count = POSITIONS - 1;
+    make(&keys, MLS_F32, 2, false, 0);
+    CHECK_FAILS(
+        mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_SHAPE,
+        "shift has 36 entries for 37 positions: pass one for each, or one number");
+    keys.t.dtype = MLS_I32;
+    CHECK_FAILS(mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_DTYPE,
+                "keys are int32: only float16, bfloat16, float32 and float64 rotate");
+    keys.t.rank = 1;
+    CHECK_FAILS(mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_SHAPE,
+                "keys must have 2 to 8 dimensions, such as (layers, heads, sequence, "
+                "head_dim), got 1: shape (2,)");
+}

@@ -6,11 +6,16 @@ TEST(invalid_requests_are_refused)
     test_chain c;
     chain_of(&c, 3, 100, 1);
     c.activation[0] = 50;
-    CHECK(set_costs(&c.chain, -1, 0, false) == MLS_E_VALUE);
-    CHECK(set_costs(&c.chain, 49, 0, false) == MLS_E_CAPACITY);
-    CHECK(set_costs(&c.chain, 500, MLS_PLAN_MAX_SLOTS + 1, false) == MLS_E_VALUE);
+    CHECK_FAILS(set_costs(&c.chain, -1, 0, false), MLS_E_VALUE,
+                "a budget of -1 bytes is negative");
+    CHECK_FAILS(set_costs(&c.chain, 49, 0, false), MLS_E_CAPACITY,
+                "a budget of 49 bytes does not hold the input of 50");
+    CHECK_FAILS(set_costs(&c.chain, 500, MLS_PLAN_MAX_SLOTS + 1, false), MLS_E_VALUE,
+                "1048577 slots: choose 1 to 1048576");
     c.chain.blocks = MLS_PLAN_MAX_BLOCKS + 1;
-    CHECK(set_costs(&c.chain, 500, 0, false) == MLS_E_VALUE);
+    CHECK_FAILS(set_costs(&c.chain, 500, 0, false), MLS_E_VALUE,
+                "a chain of 8193 blocks: plans are made for at most 8192; take several "
+                "blocks as one");
 }
 
 TEST(sizes_round_up_to_slots)

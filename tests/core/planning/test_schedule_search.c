@@ -66,3 +66,17 @@ TEST(poll_stops_the_search)
                 MLS_E_STOPPED, "the search was stopped");
     CHECK(search_result.states == 77 && left == -1);
 }
+
+TEST(a_start_above_the_budget_is_refused)
+{
+    static const mls_step start[] = {{MLS_STEP_SAVE, 0}, {MLS_STEP_BACKWARD, 0}};
+    test_chain r;
+    mls_best best;
+    chain_of(&r, 1, 1, 1);
+    r.saved[0] = 30;
+    const mls_best_options options = {
+        .budget_bytes = 20, .start = start, .start_count = 2};
+    CHECK_FAILS(mls_best_schedule(&r.chain, &options, &best, &status), MLS_E_VALUE,
+                "the schedule to start from has a peak of 30 bytes, above the budget of "
+                "20");
+}

@@ -102,9 +102,10 @@ TEST(a_name_that_occurs_twice_is_refused)
 
 TEST(a_list_that_is_too_long_is_refused_unread)
 {
-    CHECK(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &status) == MLS_E_CAPACITY);
+    CHECK_FAILS(mls_name_tree_new(NULL, (size_t)1 << 31, &names, &status), MLS_E_CAPACITY,
+                "the names have more than 2147483648 segments");
     CHECK(mls_name_tree_new(NULL, SIZE_MAX, &names, &status) == MLS_E_CAPACITY);
-    CHECK(names == NULL && strstr(status.text, "segments") != NULL);
+    CHECK(names == NULL);
 }
 
 enum { DEPTH = 2000, LONG = 5000 };

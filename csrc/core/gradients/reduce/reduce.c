@@ -316,7 +316,8 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
                  op_name(r->op), name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "float32");
     } else if (reduce_kernel(&mls_reduce_scalar, &into_itself) == NULL) {
-        return mls_fail(st, MLS_E_DTYPE, "%s has no %s", name, op_name(r->op));
+        return mls_fail(st, MLS_E_DTYPE, "the %s of %s is not defined", op_name(r->op),
+                        name);
     } else {
         mls_fail(st, MLS_E_DTYPE, "the %s of %s cannot be computed as %s", op_name(r->op),
                  name, mls_dtype_of(r->out_dtype)->name);

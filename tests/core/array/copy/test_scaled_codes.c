@@ -161,7 +161,7 @@ TEST(codes_without_scales_are_their_values)
 }
 
 /* Checks one change of valid arguments. */
-#define REFUSES(expected_code, ...)                                                      \
+#define REFUSES(expected_code, text, ...)                                                \
     do {                                                                                 \
         mls_tensor values = view(result, MLS_F32, MATRICES, 4, 64);                      \
         mls_scaled_codes s = {.dtype = MLS_F8_E4M3,                                      \
@@ -169,36 +169,42 @@ TEST(codes_without_scales_are_their_values)
                               .scales = view(scales, MLS_F32, MATRICES, 2, 2),           \
                               .block_rows = 2,                                           \
                               .block_columns = 32};                                      \
-        mls_status st;                                                                   \
-        CHECK(mls_scaled_codes_check(&values, &s, &st) == MLS_OK);                       \
+        CHECK(mls_scaled_codes_check(&values, &s, &status) == MLS_OK);                   \
         __VA_ARGS__;                                                                     \
-        CHECK(mls_scaled_codes_check(&values, &s, &st) == (expected_code));              \
+        CHECK_FAILS(mls_scaled_codes_check(&values, &s, &status), expected_code, text);  \
     } while (0)
 
 TEST(views_that_do_not_fit_are_refused)
 {
-    REFUSES(MLS_E_DTYPE, s.dtype = MLS_U8);
-    REFUSES(MLS_E_DTYPE, s.dtype = MLS_F6_E2M3);
-    REFUSES(MLS_E_DTYPE, s.codes.dtype = MLS_U16);
-    REFUSES(MLS_E_DTYPE, values.dtype = MLS_I32);
-    REFUSES(MLS_E_DTYPE, s.scales.dtype = MLS_F16);
-    REFUSES(MLS_E_SHAPE, values.rank = 2);
-    REFUSES(MLS_E_SHAPE, values.swapped = true);
-    REFUSES(MLS_E_SHAPE, values.strides[2] = 8);
-    REFUSES(MLS_E_SHAPE, s.codes.rank = 2);
-    REFUSES(MLS_E_SHAPE, s.codes.shape[0] = 1);
-    REFUSES(MLS_E_SHAPE, s.codes.shape[1] = 5);
-    REFUSES(MLS_E_SHAPE, s.codes.shape[2] = 63);
-    REFUSES(MLS_E_SHAPE, s.codes.strides[2] = 2);
-    REFUSES(MLS_E_SHAPE, s.skip = 1);
-    REFUSES(MLS_E_SHAPE, s.skip = SIZE_MAX);
-    REFUSES(MLS_E_SHAPE, s.scales.rank = 2);
-    REFUSES(MLS_E_SHAPE, s.scales.shape[0] = 1);
-    REFUSES(MLS_E_SHAPE, s.scales.shape[1] = 1);
-    REFUSES(MLS_E_SHAPE, s.scales.shape[2] = 1);
-    REFUSES(MLS_E_SHAPE, s.scales.swapped = true);
-    REFUSES(MLS_E_SHAPE, s.block_rows = 0);
-    REFUSES(MLS_E_SHAPE, s.block_columns = 0);
-    REFUSES(MLS_E_SHAPE, s.first_row = 1);
-    REFUSES(MLS_E_SHAPE, s.first_column = SIZE_MAX);
+#define DENSE         "the values have no dense rows or columns"
+#define CODES(shape)  "codes of shape " shape " are too few for the values"
+#define SCALES(shape) "scales of shape " shape " are too few for the values"
+    REFUSES(MLS_E_DTYPE, "codes of uint8 in items of 1 bytes", s.dtype = MLS_U8);
+    REFUSES(MLS_E_DTYPE, "codes of float6_e2m3fn_x4 in items of 1 bytes",
+            s.dtype = MLS_F6_E2M3);
+    REFUSES(MLS_E_DTYPE, "codes of float8_e4m3fn in items of 2 bytes",
+            s.codes.dtype = MLS_U16);
+    REFUSES(MLS_E_DTYPE, "values of int32 with scales of float32",
+            values.dtype = MLS_I32);
+    REFUSES(MLS_E_DTYPE, "values of float32 with scales of float16",
+            s.scales.dtype = MLS_F16);
+    REFUSES(MLS_E_SHAPE, DENSE, values.rank = 2);
+    REFUSES(MLS_E_SHAPE, DENSE, values.swapped = true);
+    REFUSES(MLS_E_SHAPE, DENSE, values.strides[2] = 8);
+    REFUSES(MLS_E_SHAPE, DENSE, s.scales.swapped = true);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 4)"), s.codes.rank = 2);
+    REFUSES(MLS_E_SHAPE, CODES("(1, 4, 64)"), s.codes.shape[0] = 1);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 5, 64)"), s.codes.shape[1] = 5);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 4, 63)"), s.codes.shape[2] = 63);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 4, 64)"), s.codes.strides[2] = 2);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 4, 64)"), s.skip = 1);
+    REFUSES(MLS_E_SHAPE, CODES("(2, 4, 64)"), s.skip = SIZE_MAX);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2)"), s.scales.rank = 2);
+    REFUSES(MLS_E_SHAPE, SCALES("(1, 2, 2)"), s.scales.shape[0] = 1);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 1, 2)"), s.scales.shape[1] = 1);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2, 1)"), s.scales.shape[2] = 1);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2, 2)"), s.block_rows = 0);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2, 2)"), s.block_columns = 0);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2, 2)"), s.first_row = 1);
+    REFUSES(MLS_E_SHAPE, SCALES("(2, 2, 2)"), s.first_column = SIZE_MAX);
 }

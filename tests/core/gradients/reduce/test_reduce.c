@@ -520,47 +520,77 @@ TEST(empty_and_scalar_tensors_are_added)
 
 /* ---- refusals ---- */
 
-static mls_code refused(mls_dtype dtype, mls_dtype out, mls_reduce_op op, double divisor)
+/* NULL: the reduction is supported. */
+static void check_supported(mls_dtype dtype, mls_dtype out, mls_reduce_op op,
+                            double divisor, const char *text)
 {
     const mls_reduction r = {dtype, out, op, divisor};
-    mls_status st;
-    const mls_code code = mls_reduce_check(&r, &st);
-    CHECK(code == MLS_OK || (st.code == code && st.text[0] != '\0'));
-    return code;
+    status = (mls_status){0};
+    CHECK((mls_reduce_check(&r, &status) == MLS_OK) == (text == NULL));
+    CHECK_TEXT(status.text, text == NULL ? "" : text);
 }
 
 TEST(unsupported_reductions_are_refused)
 {
-    CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_MAX, 1) == MLS_OK);
-    CHECK(refused(MLS_C64, MLS_C64, MLS_REDUCE_MIN, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_C64, MLS_C64, MLS_REDUCE_SUM, 2) == MLS_OK);
-    CHECK(refused(MLS_C64, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_F8_E5M2, MLS_F8_E5M2, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_F8_E5M2, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_OK);
-    CHECK(refused(MLS_F16, MLS_BF16, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_F64, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_I32, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
-    CHECK(refused(MLS_I32, MLS_I32, MLS_REDUCE_SUM, 2) == MLS_E_VALUE);
-    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_MAX, 2) == MLS_E_VALUE);
-    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 0) == MLS_E_VALUE);
-    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, (double)NAN) == MLS_E_VALUE);
-    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e300) == MLS_E_VALUE);
-    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e-300) == MLS_E_VALUE);
-    CHECK(refused(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300) == MLS_OK);
+#define DIVISOR(text)                                                                    \
+    "a sum computed in float32 cannot be divided by " text                               \
+    ": choose a finite number other than 0"
+    check_supported(MLS_BOOL, MLS_BOOL, MLS_REDUCE_SUM, 1,
+                    "the sum of bool is not defined");
+    check_supported(MLS_BOOL, MLS_BOOL, MLS_REDUCE_MAX, 1, NULL);
+    check_supported(MLS_C64, MLS_C64, MLS_REDUCE_MIN, 1,
+                    "the minimum of complex64 is not defined");
+    check_supported(MLS_C64, MLS_C64, MLS_REDUCE_SUM, 2, NULL);
+    check_supported(MLS_C64, MLS_F32, MLS_REDUCE_SUM, 1,
+                    "the sum of complex64 cannot be computed as float32");
+    check_supported(MLS_F8_E5M2, MLS_F8_E5M2, MLS_REDUCE_SUM, 1,
+                    "the sum of float8_e5m2 can only be computed as float32, not as "
+                    "float8_e5m2");
+    check_supported(MLS_F8_E5M2, MLS_F32, MLS_REDUCE_SUM, 1, NULL);
+    check_supported(MLS_F16, MLS_BF16, MLS_REDUCE_SUM, 1,
+                    "the sum of float16 cannot be computed as bfloat16");
+    check_supported(MLS_F64, MLS_F32, MLS_REDUCE_SUM, 1,
+                    "the sum of float64 cannot be computed as float32");
+    check_supported(MLS_I32, MLS_F32, MLS_REDUCE_SUM, 1,
+                    "the sum of int32 cannot be computed as float32");
+    check_supported(MLS_I32, MLS_I32, MLS_REDUCE_SUM, 2,
+                    "the sum of int32 cannot be divided by 2: only sums of floats can");
+    check_supported(
+        MLS_F32, MLS_F32, MLS_REDUCE_MAX, 2,
+        "the maximum of float32 cannot be divided by 2: only sums of floats can");
+    check_supported(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 0, DIVISOR("0"));
+    check_supported(MLS_F32, MLS_F32, MLS_REDUCE_SUM, (double)NAN, DIVISOR("nan"));
+    check_supported(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e300, DIVISOR("1e+300"));
+    check_supported(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e-300, DIVISOR("1e-300"));
+    check_supported(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300, NULL);
 }
 
-/* Whether adding is refused with this code, and dst and partial are unchanged. */
-static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
-                  mls_code code)
+TEST(sources_that_differ_are_refused)
+{
+    float x[2] = {0};
+    double y[2] = {0};
+    const mls_tensor f = vector_of(x, MLS_F32, 2), g = vector_of(x, MLS_F32, 1),
+                     d = vector_of(y, MLS_F64, 2);
+    const mls_tensor *const shorter[] = {&f, &g}, *const wider[] = {&f, &d};
+    mls_reduction r = {.op = MLS_REDUCE_SUM, .divisor = 1};
+    size_t n;
+    CHECK_FAILS(mls_reduce_check_arrays(shorter, 2, &f, &r, &n, &status), MLS_E_SHAPE,
+                "sources[1] has 1 elements, sources[0] has 2");
+    CHECK_FAILS(mls_reduce_check_arrays(wider, 2, &f, &r, &n, &status), MLS_E_DTYPE,
+                "sources[1] is float64, sources[0] is float32");
+}
+
+/* Adding is refused with this text, and dst and partial are unchanged. */
+static void check_refused_add(const mls_tensor *dst, const mls_tensor *src, double scale,
+                              mls_code code, const char *text)
 {
     unsigned char before[64];
     mls_norm_partial partial = {1, 2};
-    mls_status st;
     memcpy(before, memory[0], sizeof before);
-    return mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &partial, &st) == code &&
-           st.code == code && st.text[0] != '\0' && partial.squares == 1 &&
-           partial.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
+    CHECK_FAILS(mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &partial, &status),
+                code, text);
+    CHECK(partial.squares == 1 && partial.nonfinite == 2 &&
+          memcmp(before, memory[0], sizeof before) == 0);
 }
 
 TEST(refused_add_leaves_destination_unchanged)
@@ -576,20 +606,33 @@ TEST(refused_add_leaves_destination_unchanged)
     const mls_tensor b = vector_of(memory[0], MLS_BOOL, 8);
     const mls_tensor c = vector_of(memory[0], MLS_C64, 8);
     const mls_tensor over = vector_of(memory[0] + 4, MLS_F32, 8);
-    mls_tensor still = f;
+    mls_tensor still = f, huge = f;
     still.strides[0] = 0;
-    CHECK(stays(&f, &g, 1, MLS_E_SHAPE));
-    CHECK(stays(&f, &j, 1, MLS_E_DTYPE));
-    CHECK(stays(&i, &k, 1, MLS_E_DTYPE));
-    CHECK(stays(&i, &d, 1, MLS_E_DTYPE));
-    CHECK(stays(&e, &e, 1, MLS_E_DTYPE));
-    CHECK(stays(&b, &b, 1, MLS_E_DTYPE));
-    CHECK(stays(&c, &d, 1, MLS_E_DTYPE));
-    CHECK(stays(&i, &j, 2, MLS_E_VALUE));
-    CHECK(stays(&f, &f, (double)INFINITY, MLS_E_VALUE));
-    CHECK(stays(&f, &f, 1e300, MLS_E_VALUE));
-    CHECK(stays(&f, &over, 1, MLS_E_OVERLAP));
-    CHECK(stays(&still, &f, 1, MLS_E_OVERLAP));
+    huge.rank = 2;
+    huge.shape[0] = huge.shape[1] = SIZE_MAX / 2;
+    check_refused_add(&f, &g, 1, MLS_E_SHAPE,
+                      "an array of shape (7,) cannot be added to one of (8,)");
+    check_refused_add(&huge, &huge, 1, MLS_E_SIZE,
+                      "an array has more elements than memory can hold");
+    check_refused_add(&f, &j, 1, MLS_E_DTYPE, "int32 cannot be added to float32");
+    check_refused_add(&i, &k, 1, MLS_E_DTYPE, "int64 cannot be added to int32");
+    check_refused_add(&i, &d, 1, MLS_E_DTYPE, "float64 cannot be added to int32");
+    check_refused_add(&e, &e, 1, MLS_E_DTYPE,
+                      "float8_e4m3fn cannot be added to float8_e4m3fn");
+    check_refused_add(&b, &b, 1, MLS_E_DTYPE, "bool cannot be added to bool");
+    check_refused_add(&c, &d, 1, MLS_E_DTYPE, "float64 cannot be added to complex64");
+    check_refused_add(&i, &j, 2, MLS_E_VALUE,
+                      "int32 cannot be scaled by 2: only floats can");
+    check_refused_add(&f, &f, (double)INFINITY, MLS_E_VALUE,
+                      "a scale of inf is not finite in float32, the dtype of the sum");
+    check_refused_add(&f, &f, 1e300, MLS_E_VALUE,
+                      "a scale of 1e+300 is not finite in float32, the dtype of the sum");
+    check_refused_add(
+        &f, &over, 1, MLS_E_OVERLAP,
+        "an array cannot be added to one that it shares memory with, unless they "
+        "are the same: copy it first");
+    check_refused_add(&still, &f, 1, MLS_E_OVERLAP,
+                      "nothing can be added to an array that repeats its elements");
     CHECK_FAILS(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &status), MLS_E_DTYPE,
                 "int32 cannot be scaled: only float16, bfloat16, float32, float64 and "
                 "complex64 can");
