@@ -20,19 +20,23 @@ TEST(a_shape_is_filled_in)
 
 TEST(impossible_shapes_are_refused)
 {
-    static const mls_shm_shape wrong[] = {
-        {.world = 0},
-        {.world = MLS_SHM_MAX_RANKS + 1},
-        {.world = 2, .slot_bytes = (size_t)1 << 31},
-        {.world = 2, .depth = 1},
-        {.world = 2, .depth = 17},
+    static const struct {
+        mls_shm_shape shape;
+        const char *text;
+    } wrong[] = {
+        {{.world = 0}, "0 ranks: a group on one host has 1 to 64"},
+        {{.world = 65}, "65 ranks: a group on one host has 1 to 64"},
+        {{.world = 2, .slot_bytes = (size_t)1 << 31},
+         "slots of 2147483648 bytes: choose at most 1073741824"},
+        {{.world = 2, .depth = 1}, "1 slots for each rank: choose 2 to 16"},
+        {{.world = 2, .depth = 17}, "17 slots for each rank: choose 2 to 16"},
     };
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
-        mls_shm_shape shape = wrong[i];
+        mls_shm_shape shape = wrong[i].shape;
         mls_shm *groups[1] = {NULL};
         size_t bytes = 7;
-        CHECK(mls_shm_measure(&shape, &bytes, &status) == MLS_E_VALUE);
-        CHECK(bytes == 7 && shape.depth == wrong[i].depth);
+        CHECK_FAILS(mls_shm_measure(&shape, &bytes, &status), MLS_E_VALUE, wrong[i].text);
+        CHECK(bytes == 7 && shape.depth == wrong[i].shape.depth);
         CHECK(mls_shm_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &status) ==
               MLS_E_VALUE);
         CHECK(groups[0] == NULL);
@@ -44,36 +48,42 @@ static bool is_open(int fd)
     return fcntl(fd, F_GETFD) >= 0 || errno != EBADF;
 }
 
+/* Join as this rank; a group is left again. */
+static mls_code join(const mls_shm_shape *shape, size_t rank, int fd)
+{
+    mls_shm *g = NULL;
+    const mls_code code =
+        mls_shm_join(shape, rank, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &status);
+    CHECK((code == MLS_OK) == (g != NULL));
+    mls_shm_free(g);
+    CHECK(!is_open(fd));
+    return code;
+}
+
 TEST(invalid_group_file_is_refused_and_closed)
 {
-    mls_shm_shape shape = {.world = 2};
-    mls_shm *g = NULL, *other = NULL;
+    mls_shm_shape shape = {.world = 2}, deeper = {.world = 1, .slot_bytes = 4096};
+    mls_shm *g = NULL;
     size_t bytes = 0;
+    char text[MLS_TEXT_BYTES], path[40] = "/tmp/mlstate-local-XXXXXX";
     REQUIRE(mls_shm_measure(&shape, &bytes, &status) == MLS_OK);
-    int fd = shared_file(bytes - 1);
-    CHECK(mls_shm_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &status) ==
-          MLS_E_VALUE);
-    CHECK(strstr(status.text, "bytes, not") != NULL && !is_open(fd));
-    fd = shared_file(bytes);
-    CHECK(mls_shm_join(&shape, 2, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &status) ==
-          MLS_E_VALUE);
-    CHECK_TEXT(status.text, "rank 2 of 2 ranks");
-    CHECK(!is_open(fd));
-    CHECK(mls_shm_join(&shape, 0, -1, mls_kernels_of(MLS_CPU_SCALAR), &g, &status) ==
-          MLS_E_IO);
-    fd = shared_file(bytes);
-    const int again = dup(fd), third = dup(fd);
+    snprintf(text, sizeof text, "the memory of a group has %zu bytes, not %zu", bytes - 1,
+             bytes);
+    CHECK_FAILS(join(&shape, 0, shared_file(bytes - 1)), MLS_E_VALUE, text);
+    CHECK_FAILS(join(&shape, 2, shared_file(bytes)), MLS_E_VALUE, "rank 2 of 2 ranks");
+    CHECK_FAILS(join(&shape, 0, -1), MLS_E_IO,
+                "the memory of a group: Bad file descriptor");
+    const int writable = mkstemp(path);
+    REQUIRE(writable >= 0 && ftruncate(writable, (off_t)bytes) == 0);
+    CHECK_FAILS(join(&shape, 1, open(path, O_RDONLY)), MLS_E_IO,
+                "the lock of rank 1: Bad file descriptor");
+    CHECK(close(writable) == 0 && unlink(path) == 0);
+    const int fd = shared_file(bytes), again = dup(fd), third = dup(fd);
     REQUIRE(mls_shm_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &status) ==
             MLS_OK);
-    CHECK(mls_shm_join(&shape, 0, again, mls_kernels_of(MLS_CPU_SCALAR), &other,
-                       &status) == MLS_E_VALUE);
-    CHECK_TEXT(status.text, "rank 0 is taken");
-    mls_shm_shape deeper = {.world = 1, .slot_bytes = 4096};
-    CHECK_FAILS(
-        mls_shm_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other, &status),
-        MLS_E_VALUE, "the memory is of a group of another shape or version");
-    CHECK(strstr(status.text, "another shape") != NULL && !is_open(third));
-    CHECK(other == NULL);
+    CHECK_FAILS(join(&shape, 0, again), MLS_E_VALUE, "rank 0 is taken");
+    CHECK_FAILS(join(&deeper, 0, third), MLS_E_VALUE,
+                "the memory is of a group of another shape or version");
     mls_shm_free(g);
     CHECK(!is_open(fd));
     mls_shm_free(NULL);
@@ -87,52 +97,3 @@ TEST(kind_names_match_messages)
         CHECK(strlen(mls_shm_kind_name((mls_shm_kind)kind)) > 5);
     }
 }
-
-TEST(aborted_group_names_the_rank)
-{
-    mls_shm_shape shape = {.world = 2};
-    mls_shm *groups[2];
-    char text[MLS_TEXT_BYTES] = "";
-    REQUIRE(mls_shm_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &status) ==
-            MLS_OK);
-    CHECK(!mls_shm_is_broken(groups[0], text, sizeof text));
-    mls_shm_abort(groups[1]);
-    mls_shm_abort(groups[0]); /* the first abort counts */
-    for (int r = 0; r < 2; r++) {
-        CHECK(mls_shm_is_broken(groups[r], text, sizeof text));
-        CHECK_TEXT(text, "rank 1 aborted the group");
-        CHECK(mls_shm_is_broken(groups[r], NULL, 0));
-        CHECK(mls_shm_barrier(groups[r], &quick, &status) == MLS_E_PEER);
-        CHECK(strstr(status.text, "rank 1 aborted the group; the group is unusable") !=
-              NULL);
-        CHECK_TEXT(status.name, "barrier");
-    }
-    mls_shm_free(groups[0]);
-    mls_shm_free(groups[1]);
-}
-
-#if !defined(WITHOUT_FORK)
-TEST(a_forked_child_neither_uses_nor_ends_the_group)
-{
-    mls_shm_shape shape = {.world = 1};
-    mls_shm *g = NULL;
-    size_t bytes = 0;
-    REQUIRE(mls_shm_measure(&shape, &bytes, &status) == MLS_OK);
-    REQUIRE(mls_shm_join(&shape, 0, shared_file(bytes), mls_kernels_of(MLS_CPU_SCALAR),
-                         &g, &status) == MLS_OK);
-    const pid_t pid = fork();
-    REQUIRE(pid >= 0);
-    if (pid == 0) {
-        const bool refused = mls_shm_barrier(g, &quick, &status) == MLS_E_PEER &&
-                             strstr(status.text, "was forked from the one") != NULL;
-        mls_shm_abort(g);
-        mls_shm_free(g);
-        _exit(refused ? 0 : 1);
-    }
-    int ended = 1;
-    waitpid(pid, &ended, 0);
-    CHECK(ended == 0);
-    CHECK(mls_shm_barrier(g, &quick, &status) == MLS_OK);
-    mls_shm_free(g);
-}
-#endif
