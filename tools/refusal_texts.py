@@ -1,9 +1,5 @@
 #!/usr/bin/env python3
-"""List the error texts of the core by the side whose tests check them.
-
-    refusal_texts.py           print the texts that both sides test, and those that neither does
-    refusal_texts.py --check   fail for each of them that refusal_texts.txt does not list
-    refusal_texts.py --lower   take the settled texts out of refusal_texts.txt; never add one
+"""Print the error texts of the core that C and Python tests check, and those that neither does.
 
 A text is a format of mls_fail, mls_fail_at or mls_fail_os in csrc/core. One test in tests/core
 checks the whole text. Tests in Python check it only in rows such as (call, bad arguments, error,
@@ -22,10 +18,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-REMAINING = ROOT / "tools" / "refusal_texts.txt"
 C_TOKENS = re.compile(
     r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|\w+|[^\w\s]""", re.DOTALL
 )
+MACRO = re.compile(r"^# *define +\w+(?:\([^)]*\))?(.*)$", re.MULTILINE)
 CONVERSION = re.compile(r"%(?!%)[-+ #0]*[\d*]*(?:\.[\d*]+)?(?:hh|h|ll|l|z|j|t)?[a-zA-Z]")
 ESCAPE = re.compile(r"\\(\W)")
 HOLE = "\0"  # a value between the constant parts of a text
@@ -53,8 +49,9 @@ class Text(NamedTuple):
 
 
 def tokens(path: pathlib.Path) -> list[str]:
-    """Split a C file, without its comments."""
-    text = path.read_text(encoding="utf-8")
+    """Split a C file, without its comments; the values of macros are statements."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", "")
+    text = MACRO.sub(r";\1;", text)
     return [token for token in C_TOKENS.findall(text) if not token.startswith(("//", "/*"))]
 
 
@@ -166,8 +163,12 @@ def in_c(texts: list[Text]) -> set[Text]:
     return tested
 
 
-def in_python(texts: list[Text], parts: set[str]) -> set[Text]:
-    """Return the texts whose longest constant part, or words of a part, is among `parts`."""
+def in_python(texts: list[Text], parts: set[str], package: str = "") -> set[Text]:
+    """Return the texts whose longest constant part, or words of a part, is among `parts`.
+
+    Words of `package`, the package's own texts, do not identify a text of the core.
+    """
+    parts = {part for part in parts if part not in package}
     constants = {text: [part.strip() for part in text.parts.split(HOLE)] for text in texts}
     all_constants = "\n".join(itertools.chain.from_iterable(constants.values()))
     all_parts = "\n".join(parts)
@@ -175,7 +176,8 @@ def in_python(texts: list[Text], parts: set[str]) -> set[Text]:
     tested = set()
     for text, own in constants.items():
         longest = max(own, key=len)
-        if (is_identifying(longest) and longest in all_parts) or any(
+        is_long = is_identifying(longest) and longest not in package
+        if (is_long and longest in all_parts) or any(
             part in constant for constant in own for part in shared
         ):
             tested.add(text)
@@ -184,40 +186,31 @@ def in_python(texts: list[Text], parts: set[str]) -> set[Text]:
 
 def is_identifying(part: str) -> bool:
     """Whether words are long enough to identify a text."""
-    return len(part) >= LEAST_SHARED and " " in part
+    return len(part) >= LEAST_SHARED and " " in part and re.search("[a-z]{3}", part) is not None
 
 
 def unsettled() -> dict[str, list[Text]]:
     """Return the texts that both sides test, and those that neither does."""
     texts = core_texts()
     c = in_c(texts)
-    # Words of the package's own texts do not identify a text of the core.
     package = "\n".join(set.union(*python_parts("mlstate")))
     outside, rows = python_parts("tests")
-    own = {part for part in outside if part not in package}
     return {
-        "both": sorted(c & in_python(texts, own)),
+        "both": sorted(c & in_python(texts, outside, package)),
         "neither": sorted(set(texts) - c - in_python(texts, outside | rows)),
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Print, check or lower the lists."""
-    present = [
+def main() -> int:
+    """Print the unsettled texts, and return their number."""
+    lines = [
         f"{side}: {text.file}: {text.parts.replace(HOLE, '…')}"
         for side, texts in unsettled().items()
         for text in texts
     ]
-    listed = REMAINING.read_text(encoding="utf-8").splitlines()
-    if arguments == ["--lower"]:
-        lines = [line for line in listed if line in present]
-        REMAINING.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        return 0
-    is_check = arguments == ["--check"]
-    printed = [line for line in present if not is_check or line not in listed]
-    print("\n".join(printed))
-    return int(is_check and bool(printed))
+    print(*lines, sep="\n")
+    return len(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main() > 0)

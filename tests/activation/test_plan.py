@@ -253,11 +253,16 @@ def test_long_chains_are_planned_by_slots():
     assert "slots" in schedule.method
 
 
-def test_chains_too_long_for_the_table_or_for_any_plan_are_refused():
-    with pytest.raises(CapacityError, match="choose at most"):
-        plan(uniform(3000), 10_000, slots=100_000)
-    with pytest.raises(ValueError, match="at most 8192"):
-        plan(uniform(8193), 10_000)
+@pytest.mark.parametrize(
+    ("blocks", "slots", "error", "text"),
+    [
+        (3000, 100_000, CapacityError, "MiB: choose at most"),
+        (8193, None, ValueError, "at most 8192"),
+    ],
+)
+def test_chains_too_long_for_the_table_or_for_any_plan_are_refused(blocks, slots, error, text):
+    with pytest.raises(error, match=text):
+        plan(uniform(blocks), 10_000, slots=slots)
 
 
 # ---- offloading ----

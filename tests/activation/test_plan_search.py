@@ -207,7 +207,7 @@ def test_the_largest_budget_and_bytes_do_not_overflow():
     assert schedule.predicted_peak_bytes == 5 * big
     with pytest.raises(CapacityError, match=f"fits is {5 * big}"):
         plan(chain, 0, schedules="any")
-    with pytest.raises(ValueError, match="-9223372036854775808 bytes is negative"):
+    with pytest.raises(ValueError, match="-9223372036854775808"):
         plan(chain, -(1 << 63), schedules="any")
 
 
@@ -240,11 +240,8 @@ def check_simulators_agree(model, chain, steps):
     try:
         run = simulate(model, steps)
     except InvalidSchedule as refusal:
-        with pytest.raises(ValueError, match=r"step (\d+)|ends after (\d+) steps") as caught:
+        with pytest.raises(ValueError, match=rf"^\D*\b{refusal.number}\b"):
             Plan(chain, steps)
-        number = refusal.number
-        text = str(caught.value)
-        assert text.startswith((f"step {number},", f"the schedule ends after {number} steps"))
         return False
     simulated = Plan(chain, steps).simulate()
     assert simulated.before_bytes.tolist() == run.before

@@ -121,7 +121,6 @@ def test_the_same_input_is_written_in_the_same_bytes(name, tmp_path):
 def test_other_versions_are_refused(version, tmp_path):
     [path] = (FOLDER / "shard-3" / "index").iterdir()
     text = path.read_bytes().replace(b'"format_version":3', b'"format_version":%d' % version)
-    message = f'"format_version" {version} is not supported: this mlstate reads version 3'
-    with pytest.raises(mlstate.FormatError, match=message) as caught:
+    with pytest.raises(mlstate.FormatError, match='"format_version"') as caught:
         _core.MergedIndex((renew_checksum(text),), ("index/x.json",))
     assert (caught.value.expected, caught.value.got) == ("3", str(version))

@@ -241,7 +241,7 @@ RANK_LIES = {
         {**v.index(1), "files": [{**f, "bytes": 2**40} for f in v.index(0)["files"]]}, 1
     ),
     **{
-        f"another {name} of one tensor": lambda v, name=name, value=value: v.put_index(
+        f"another {name} of a tensor": lambda v, name=name, value=value: v.put_index(
             changed(v.index(1), lambda x: shard_of(x, **W).update({name: value})), 1
         )
         for name, value in (
@@ -257,7 +257,7 @@ def test_ranks_that_contradict_one_another_are_refused(name, patterns, two_ranks
     two_ranks.patterns = patterns
     RANK_LIES[name](two_ranks)
     # with patterns, a rank that finds its tensors in one index does not read the other
-    one_rank = {"the file of another rank, with another length", "another dtype of one tensor"}
+    one_rank = {"the file of another rank, with another length", "another dtype of a tensor"}
     accepted = one_rank if patterns else ()
     only = ("load", "inspect", "reshard") if name in accepted else None
     assert isinstance(refused(two_ranks, name, only=only), FormatError)

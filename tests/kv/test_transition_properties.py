@@ -72,7 +72,7 @@ for dtype in sorted(FLOATS & set(NAMES)):
 def offered():
     """The instruction sets that this machine and this build support."""
     done = child.attempt("from mlstate import _core", MLSTATE_CPU="no such set")
-    names = done.stderr.rpartition("choose one of:")[2]
+    names = done.stderr.rpartition(": ")[2]
     return [name for name in SETS if name in names.replace(",", " ").split()]
 
 

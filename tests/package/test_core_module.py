@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 
 import child
 import pytest
@@ -101,19 +102,17 @@ import mlstate
 
 
 @pytest.mark.parametrize(
-    ("variable", "kind", "names", "choices"),
+    ("variable", "names"),
     [
-        ("MLSTATE_CPU", "instruction set", ("sse9", "AVX2", "scalar "), "scalar"),
-        ("MLSTATE_COPY", "copy strategy", ("fast", "Plain", "stream2"),
-         "plain, loop, stream1, auto"),
+        ("MLSTATE_CPU", ("sse9", "AVX2", "scalar ")),
+        ("MLSTATE_COPY", ("fast", "Plain", "stream2")),
     ],
-)  # fmt: skip
-def test_an_unknown_name_in_the_environment_fails_the_import(variable, kind, names, choices):
+)
+def test_an_unknown_name_in_the_environment_fails_the_import(variable, names):
     for name in names:
         done = child.attempt("import mlstate.state", **{variable: name})
         assert done.returncode == 1
-        assert f"ImportError: {variable}: {kind} '{name}'" in done.stderr
-        assert f"choose one of: {choices}" in done.stderr
+        assert re.search(rf"ImportError: {variable}: .*'{name}'", done.stderr)
 
 
 def test_a_failed_import_can_be_tried_again():
