@@ -1,8 +1,6 @@
 #include "activation/strategy.h"
 #include "support/layer_keys.h"
 
-#include <math.h>
-
 /* A new strategy, at time `SECONDS(100)`. */
 #define SECONDS(n) ((int64_t)((n) * 1e7))
 
@@ -29,41 +27,14 @@ static bool ask(mls_decide *decide, const char *name, size_t bytes, int64_t inde
     return chosen > 0;
 }
 
-static void mark(const char *name, mls_layer_mark as)
-{
-    const mls_layer_key key = named(name);
-    CHECK(mls_layer_set_mark(&s.named, &key, as, &status) == MLS_OK);
-}
-
 /* ---- memory aware ---- */
 
 TEST(share_is_rounded_to_float32)
 {
-    /* 0.8 as a float32 is greater than 0.8: a pressure of exactly 0.8 does not exceed
-     * it */
-    make(0, 0.8);
-    mls_strategy_adjust(&s, SECONDS(110), 80, 100);
-    CHECK(s.interval == 2 && s.high_count == 0);
-    mls_strategy_adjust(&s, SECONDS(120), 800001, 1000000);
-    CHECK(s.interval == 1);
     /* a used size that float32 rounds to the total does not exceed the total */
     make(0, 1.0);
     mls_strategy_adjust(&s, SECONDS(110), UINT64_MAX, UINT64_MAX - 1);
     CHECK(s.interval == 2 && s.high_count == 0);
-}
-
-TEST(seconds_convert_to_ticks)
-{
-    static const double bad[] = {NAN, INFINITY, -INFINITY, 1e12, -1e12};
-    int64_t ticks = 5;
-    CHECK(mls_ticks_from_seconds(0.3, &ticks, &status) == MLS_OK && ticks == 3000000);
-    CHECK(mls_ticks_from_seconds(-1.5, &ticks, &status) == MLS_OK && ticks == -15000000);
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-        CHECK(mls_ticks_from_seconds(bad[i], &ticks, &status) == MLS_E_VALUE);
-    }
-    CHECK(ticks == -15000000);
-    const int64_t before = mls_ticks_now();
-    CHECK(mls_ticks_now() >= before);
 }
 
 TEST(memory_aware_restores_valid_states_only)
@@ -94,17 +65,6 @@ TEST(backward_clock_leaves_the_strategy_unchanged)
 }
 
 /* ---- smart ---- */
-
-TEST(smart_counts_excluded_layers)
-{
-    make(0, 1);
-    mark("out", MLS_LAYER_EXCLUDE);
-    CHECK(!ask(mls_decide_smart, "out", 1000, 11));
-    CHECK(!ask(mls_decide_smart, "out", 1000, 50));
-    CHECK(s.seen.count == 1 && s.seen.layers[0].calls == 2 && s.total_bytes == 1000);
-    mls_strategy_reset(&s, 0);
-    CHECK(!ask(mls_decide_smart, "x", 10, 11) && !ask(mls_decide_smart, "out", 1000, 50));
-}
 
 TEST(smart_accepts_empty_activations)
 {
