@@ -1,6 +1,5 @@
 /* Every call of the system fails once, the n-th one for every n: in replacing and reading
- * files, and in writing and reading shards.  The error is reported, or the call goes on
- * without harm. */
+ * files, and in writing and reading shards.  The error is reported, or harmless. */
 #include "support/failing_calls.h"
 #include "support/shards.h"
 #include "support/temporary_folder.h"

@@ -1,5 +1,4 @@
-/* Every call of the system fails once: the error is reported, or the call goes on without
- * harm. */
+/* Every call of the system fails once: the error is reported, or harmless. */
 #include "support/failing_calls.h"
 #include "support/prompt_logs.h"
 
