@@ -131,7 +131,8 @@ TEST(failed_write_or_sync_removes_the_temporary_file)
     write_text(in_folder(path, "a"), "old");
     REQUIRE(mls_atomic_begin(path, 0666, &file, &status) == MLS_OK);
     close(file.fd); /* simulates a failing disk */
-    CHECK(mls_atomic_write(&file, "new", 3, 0, &status) == MLS_E_IO);
+    CHECK_FAILS(mls_atomic_write(&file, "new", 3, 0, &status), MLS_E_IO,
+                "cannot write 3 bytes at offset 0: Bad file descriptor");
     CHECK(status.os_error == EBADF);
     CHECK(mls_atomic_commit(&file, &status) == MLS_E_IO);
     CHECK(content_is(path, "old") && entries() == 1);
@@ -202,7 +203,8 @@ TEST(unwritable_paths_are_refused_before_writing)
 {
     CHECK(replace(in_folder(path, "no/file"), "x", &status) == MLS_E_IO);
     CHECK(status.os_error == ENOENT);
-    CHECK(replace(folder, "x", &status) == MLS_E_IO && status.os_error == EISDIR);
+    CHECK_FAILS(replace(folder, "x", &status), MLS_E_IO,
+                "cannot write the file: Is a directory");
     CHECK(replace(in_folder(path, ""), "x", &status) == MLS_E_IO &&
           status.os_error == EISDIR);
     CHECK(replace("", "x", &status) == MLS_E_IO);

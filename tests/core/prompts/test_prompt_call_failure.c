@@ -59,8 +59,16 @@ static mls_code put_once(mls_status *st)
     return code;
 }
 
+static mls_code create_segment(mls_status *st)
+{
+    return mls_prompt_segment_create(log_of_test, st);
+}
+
 TEST(failing_calls_are_reported_by_matches_and_writers)
 {
+    log_of_test = open_log();
+    check_call("openat", create_segment, "cannot create segment-00000001");
+    mls_prompt_log_free(log_of_test);
     log_of_test = open_log();
     CHECK(put_blocks(log_of_test, 1, 3) == 3);
     check_call("fstat", match_and_free, "cannot examine a segment");

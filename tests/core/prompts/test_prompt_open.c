@@ -39,6 +39,8 @@ TEST(a_damaged_or_newer_store_is_refused)
     CHECK(open_path(path_of("log"), true) == MLS_E_FORMAT);
     CHECK_FAILS(open_path(path_of("none"), false), MLS_E_IO,
                 "cannot open the folder: No such file or directory");
+    CHECK_FAILS(open_path(path_of("none/log"), true), MLS_E_IO,
+                "cannot create the folder: No such file or directory");
 }
 
 static bool stop_at_call(void *context, uint64_t bytes)
