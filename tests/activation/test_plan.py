@@ -362,7 +362,6 @@ def bad_chain(**changes):
     [
         ({"forward_seconds": [1, float("nan")]}, r"forward_seconds\[1\] is nan"),
         ({"backward_seconds": [-1, 1]}, r"backward_seconds\[0\] is -1"),
-        ({"backward_seconds": [float("inf"), 1]}, r"backward_seconds\[0\] is inf"),
         ({"saved_bytes": [20, -1]}, r"saved_bytes\[1\] is -1"),
         ({"saved_bytes": [20, 9]}, "contains its output"),
         ({"saved_bytes": [20]}, "saved_bytes has 1 entries"),
@@ -383,7 +382,6 @@ def bad_chain(**changes):
         ({"names": ["a"]}, "1 names for 2 blocks"),
         ({"forward_seconds": [1e308, 1e308]}, "exceed the range of a double"),
         ({"offload_bytes_per_second": 5.0}, "give both"),
-        ({"offload_bytes_per_second": 0.0}, "above 0"),
         ({"load_bytes_per_second": float("nan")}, "above 0"),
     ],
 )

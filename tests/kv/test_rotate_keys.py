@@ -204,11 +204,6 @@ def test_torch_tensors_with_out():
     ("changes", "error", "text"),
     [
         ({"keys": np.ones(8, np.float16), "seq_axis": -1}, CompatibilityError, "2 to 8 dimensions"),
-        (
-            {"keys": np.ones((1,) * 8 + (2,))},
-            CompatibilityError,
-            "2 to 8 dimensions, .* got 9: shape",
-        ),
         ({"keys": np.ones((2, 4, 8), np.int8)}, CompatibilityError, "keys are int8: only float16"),
         ({"keys": np.ones((2, 4, 8), object)}, CompatibilityError, "not supported"),
         ({"keys": [[1.0, 2.0]]}, TypeError, "keys is not a NumPy array but list"),
@@ -228,8 +223,6 @@ def test_torch_tensors_with_out():
         ({"scaling": float("inf")}, ValueError, "scaling must be finite"),
         ({"scaling": "1"}, TypeError, "scaling"),
         ({"rotary_dim": 7}, ValueError, "rotary_dim 7 must be even"),
-        ({"rotary_dim": 10}, ValueError, "at most 8"),
-        ({"rotary_dim": 0}, ValueError, "at least 2"),
         ({"rotary_dim": -2}, ValueError, "rotary_dim -2 is negative"),
         ({"keys": np.ones((2, 4, 9))}, ValueError, "rotary_dim 9 must be even"),
         ({"out": np.zeros((2, 4, 9))}, CompatibilityError, "shape"),

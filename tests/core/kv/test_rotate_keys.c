@@ -86,6 +86,12 @@ TEST(keys_that_do_not_rotate_are_refused)
     CHECK_FAILS(
         mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_SHAPE,
         "shift has 36 entries for 37 positions: pass one for each, or one number");
+    r.rotary_dim = 0;
+    CHECK_FAILS(mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_VALUE,
+                "rotary_dim 0 must be even, at least 2 and at most 2 (head dimension 2)");
+    r.rotary_dim = 4;
+    CHECK_FAILS(mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_VALUE,
+                "rotary_dim 4 must be even, at least 2 and at most 2 (head dimension 2)");
     keys.t.dtype = MLS_I32;
     CHECK_FAILS(mls_rotate_keys_check(&keys.t, &keys.t, &r, &status), MLS_E_DTYPE,
                 "keys are int32: only float16, bfloat16, float32 and float64 rotate");

@@ -150,8 +150,6 @@ TEST(the_environment_forces_a_variant)
     CHECK_FAILS(mls_store_choices_init(&choices, "streams", &status), MLS_E_VALUE,
                 "copy strategy 'streams' does not exist; choose one of: plain, loop, "
                 "stream1, auto");
-    CHECK(strstr(status.text, "streams") != NULL &&
-          strstr(status.text, "stream1") != NULL);
     CHECK(choices.forced < 0 && !choices.is_replaced);
 }
 

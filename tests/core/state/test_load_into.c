@@ -97,7 +97,6 @@ TEST(target_overlapping_its_source_is_refused)
                 "'weight': the target shares memory with its own source but is another "
                 "view of it: load from a copy");
     CHECK_TEXT(status.name, "weight");
-    CHECK(strstr(status.text, "its own source") != NULL);
     source = target; /* transposed, byte-swapped, or of another kind: no longer the same
                         view */
     source.strides[0] = target.strides[1], source.strides[1] = target.strides[0];
@@ -122,7 +121,6 @@ TEST(target_sharing_memory_with_a_source_is_refused_with_both_names)
     CHECK_FAILS(refusal(swapped, 2, false, &status), MLS_E_OVERLAP,
                 "'a': the target shares memory with the source of 'b': load from a copy");
     CHECK_TEXT(status.name, "a");
-    CHECK(strstr(status.text, "'a'") != NULL && strstr(status.text, "'b'") != NULL);
 
     mls_load_into_pair chained[2] = {pair("here", &a, &b), pair("there", &over_c, &a)};
     CHECK(refusal(chained, 2, false, &status) == MLS_E_OVERLAP);
@@ -167,7 +165,6 @@ TEST(self_overlapping_targets_are_refused)
                 "'wide': elements of the target share memory with one another, as in a "
                 "broadcast view: load into a copy of it");
     CHECK_TEXT(status.name, "wide");
-    CHECK(strstr(status.text, "broadcast") != NULL);
     target.strides[0] = 4; /* windows */
     CHECK(refusal(&overlapping, 1, false, &status) == MLS_E_OVERLAP);
     target.strides[0] = -28;

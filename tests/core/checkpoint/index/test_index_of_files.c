@@ -102,5 +102,5 @@ TEST(error_reports_the_failing_file)
               1);
     CHECK_FAILS(mls_index_of_files(folder, names, 2, crc, &x, &failed, &status),
                 MLS_E_FORMAT, "17 dimensions, but at most 16 are supported");
-    CHECK(strstr(status.text, "17 dimensions") != NULL && failed == 1);
+    CHECK(failed == 1);
 }

@@ -69,7 +69,6 @@ TEST(disagreeing_ranks_are_refused)
                     "the dtype, shape or layout of a tensor differs between a shard of "
                     "rank 0 and one of rank 1");
         CHECK_TEXT(status.name, "w");
-        CHECK(strstr(status.text, "rank 0 and one of rank 1") != NULL);
         CHECK(failed == both[1] && merged.tensor_count == 77);
     }
     merged = (mls_merged_index){0};
@@ -98,8 +97,7 @@ TEST(a_file_of_several_ranks_is_one_file)
         CHECK_FAILS(mls_merged_index_init(&merged, indexes, 2, &failed, &status),
                     MLS_E_FORMAT,
                     "ranks 0 and 1 have different records of the file params/x");
-        CHECK(strstr(status.text, "ranks 0 and 1") != NULL && failed == indexes[1]);
-        CHECK(strstr(status.text, "params/x") != NULL);
+        CHECK(failed == indexes[1]);
         ranks[1].file.header_crc = 0;
         ranks[1].file.bytes = 4000;
         CHECK(mls_merged_index_init(&merged, indexes, 2, &failed, &status) ==
