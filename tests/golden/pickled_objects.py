@@ -5,6 +5,7 @@ import tempfile
 
 import numpy as np
 
+import mlstate
 import mlstate.integrations.torch as torch_integration
 from mlstate import (
     activation,
@@ -83,6 +84,11 @@ def compatibility():
     result = state.check_compatibility({"a": A, "b": A}, {"a": A[0], "c": A})
     result.warnings = ["Missing keys: b", "Unexpected keys: c"]  # texts of the stored pickle
     return result
+
+
+def digests():
+    first, second = (mlstate.digest({"a": each}) for each in (A, A + 1))
+    return first, first.diff(second)
 
 
 def state_diff():
@@ -261,6 +267,7 @@ OBJECTS = {
     "optimizer_state": optimizer_state,
     "compatibility": compatibility,
     "state_diff": state_diff,
+    "digests": digests,
     # mlstate.errors
     "errors": lambda: [
         error_of(getattr(errors, name))

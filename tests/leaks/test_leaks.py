@@ -528,6 +528,24 @@ def ranks_of_a_test(_):
     return lambda: testing.run_ranks(2, lambda group: group.all_reduce(array)), [array]
 
 
+@case(
+    "digest",
+    "TensorDigest",
+    "DigestDiff",
+    *with_members("Digest", "diff to_json from_json"),
+    *methods(state.DigestDiff),
+)
+def digests(_):
+    array, other = np.arange(12.0).reshape(3, 4), np.arange(12.0).reshape(4, 3).T
+    first = mlstate.digest({"w": array})
+    return each(
+        lambda: str(first.diff(mlstate.digest({"w": other, "v": other}))),
+        lambda: state.Digest.from_json(first.to_json()) == first,
+        raises(mlstate.FormatError, state.Digest.from_json, "{}"),
+        raises(mlstate.CompatibilityError, mlstate.digest, {"w": np.array([object()])}),
+    ), [array, other]
+
+
 @case("assert_same_bits", "assert_digest", calls=FEW)
 def compared_bits(folder):
     array, other = np.arange(12.0).reshape(3, 4), np.arange(12.0).reshape(4, 3).T
