@@ -40,7 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("mlstate")
 
 
-SLOW_FOLDERS = {"integration", "package", "faults", "remote"}
+SLOW_FOLDERS = {"integration", "package", "attacks", "remote"}
 
 
 def pytest_addoption(parser):

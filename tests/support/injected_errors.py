@@ -1,6 +1,7 @@
 """Errors at every line of mlstate during one operation: nothing is half changed."""
 
-import linecache
+import ast
+import functools
 import pathlib
 import sys
 
@@ -11,16 +12,34 @@ PACKAGE = str(pathlib.Path(mlstate.__file__).parent)
 ERRORS = (MemoryError, KeyboardInterrupt)
 
 
+@functools.cache
+def statements(file):
+    """Return the last line of each `with` block by the lines of its head, and the lines of `try`.
+
+    The tracer is called between a block and its `__exit__`, where no signal handler runs. The line
+    of a `try` has no instruction that can raise, so a `with` around it would not end.
+    """
+    blocks, tries = {}, set()
+    for node in ast.walk(ast.parse(pathlib.Path(file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.With):
+            head = range(node.lineno, max(node.body[0].lineno, node.lineno + 1))
+            blocks |= dict.fromkeys(head, node.end_lineno)
+        elif isinstance(node, ast.Try):
+            tries.add(node.lineno)
+    return blocks, tries
+
+
 class Injected:
     """Raises an error at one line of the package that a call runs; 0: at none.
 
-    `files`: end of the paths of files whose lines count. Nothing is raised between a `with` block
-    and its `__exit__`, nor in a section of deferred interrupts: no signal handler runs there.
+    `files`: ends of the paths of files whose lines count; `others`: files of other packages.
+    Nothing is raised where Python or a section of deferred interrupts runs no signal handler.
     """
 
-    def __init__(self, at, error, files):
-        self.at, self.error, self.files, self.count = at, error, files, 0
+    def __init__(self, at, error, files=".py", others=()):
+        self.at, self.error, self.files, self.others, self.count = at, error, files, others, 0
         self.lines = {}  # the last line of each frame
+        self.place = None  # of the error
 
     def __call__(self, call):
         former = sys.gettrace()
@@ -32,15 +51,17 @@ class Injected:
 
     def _trace(self, frame, event, argument):
         file = frame.f_code.co_filename
-        if not (file.startswith(PACKAGE) and file.endswith(self.files)):
+        if not ((file.startswith(PACKAGE) and file.endswith(self.files)) or file in self.others):
             return None
         if event == "line":
             line, last = frame.f_lineno, self.lines.get(id(frame), 0)
             self.lines[id(frame)] = line
-            leaves = line < last and linecache.getline(file, line).lstrip().startswith("with ")
-            if not (leaves or deferred_interrupts.is_active()):
+            blocks, tries = statements(file)
+            leaves = line < last <= blocks.get(line, 0)
+            if not (leaves or line in tries or deferred_interrupts.is_active()):
                 self.count += 1
                 if self.count == self.at:
+                    self.place = f"{pathlib.Path(file).name}:{line} {frame.f_code.co_qualname}"
                     raise self.error("injected")
         elif event == "return":
             self.lines.pop(id(frame), None)

@@ -1,14 +1,13 @@
-"""Versions of a model, followers of them, and a publisher's folder, for follow_faults.py."""
+"""Versions of a model, followers of them, and a publisher's folder, for follow_histories.py."""
 
 import contextlib
 import io
 import random
-import shutil
-import sys
 import warnings
 
 import ml_dtypes
 import numpy as np
+from operation import describe
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard
@@ -138,7 +137,6 @@ class Folder:
             self.publisher.publish(self.versions.steps[number], self.versions.models[number])
             if chance.random() < 0.5:
                 self.copies.append(Copy(self.path, self.versions, chance.choice(kinds), number))
-        self.files = read_tree(root)
 
     def publish(self, numbers, report=lambda *_: None, publisher=None):
         """Publish versions; report each start, return and exception."""
@@ -149,32 +147,12 @@ class Folder:
                     publisher = self.publisher or Publisher(self.path, **self.options)
                 kind = publisher.publish(self.versions.steps[number], self.versions.models[number])
             except (MLStateError, MemoryError) as error:
-                report("raised", number, type(error).__name__, getattr(error, "errno", None))
+                report("raised", *describe(error))
             except KeyboardInterrupt:
                 report("interrupted", number)
             else:
                 report("done", number, kind)
         return publisher
-
-    def restore(self):
-        """Write the initial files again."""
-        for item in self.root.iterdir():
-            shutil.rmtree(item) if item.is_dir() else item.unlink()
-        write_tree(self.root, self.files)
-
-
-def read_tree(root):
-    """Return the bytes of all files by relative path, and None for folders."""
-    return {
-        path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes()
-        for path in sorted(root.rglob("*"))
-    }
-
-
-def write_tree(root, files):
-    """Write what `read_tree` returned into an empty folder."""
-    for name, data in files.items():
-        (root / name).mkdir() if data is None else (root / name).write_bytes(data)
 
 
 def follow_once(path, folder):
@@ -197,46 +175,3 @@ def number_of_folder(folder, versions):
     for name, array in model.items():
         assert state[name].tobytes() == array.tobytes(), f"a mixture: {name!r} of {number}"
     return number
-
-
-# ---- interrupts ----
-
-
-def _trace_lines(part, act):
-    """Return a trace function that calls `act` at each line of files with `part` in their path."""
-
-    def trace(frame, event, argument):
-        if part not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            act()
-        return trace
-
-    return trace
-
-
-def count_lines(part, call, *arguments):
-    """Return how many lines of files with `part` in their path a call executes."""
-    lines = []
-    sys.settrace(_trace_lines(part, lambda: lines.append(1)))
-    try:
-        call(*arguments)
-    finally:
-        sys.settrace(None)
-    return len(lines)
-
-
-def interrupt_at(number, part, call, *arguments):
-    """Call, and raise KeyboardInterrupt at the line with a number, once."""
-    lines = iter(range(1, number))
-
-    def act():
-        if next(lines, None) is None:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-
-    sys.settrace(_trace_lines(part, act))
-    try:
-        call(*arguments)
-    finally:
-        sys.settrace(None)

@@ -5,9 +5,9 @@ import mmap
 import random
 from contextlib import suppress
 
-import fault_harness
 import numpy as np
 import pytest
+from amounts import TRIED, amount
 from weight_folder import write_folder, write_weight_file
 
 import mlstate
@@ -93,7 +93,7 @@ class Flips:
 @pytest.mark.filterwarnings("ignore")
 def test_each_flipped_bit_is_found(folder):
     """Of a few flips, `verify` names the file; of all, the comparison that it makes does."""
-    count = {"all": ALL, "slice": SLICE}.get(fault_harness.AMOUNT, SAMPLE)
+    count = amount(SAMPLE, SLICE, ALL)
     flips = Flips(folder, seed=count)
     records = find_of_folder(str(folder)).records
     for number in range(count):
@@ -107,7 +107,7 @@ def test_each_flipped_bit_is_found(folder):
         assert problems, (name, offset, mask)
         assert problems[0].offset <= offset < problems[0].offset + problems[0].length
         flips.flip(name, offset, mask)
-    fault_harness.TRIED["flipped bits"] += count
+    TRIED["flipped bits"] += count
     assert mlstate.verify(folder)
 
 

@@ -1,10 +1,7 @@
-"""Prompt logs under faults: each seed is a random history, with one fault in it.
+"""Prompt logs with random histories: each seed is another one.
 
-    LD_PRELOAD=shim.so python prompt_faults.py KIND FIRST COUNT
-
-A child makes random puts, marks, matches and evictions on a log, and reports each that returned.
-One call fails in it, or it is killed. Its parent then reads the folder as a new process would. See
-`seeded_faults.run_program` for the arguments; KIND is a key of KINDS.
+A process makes random puts, marks, matches and evictions on a log, and notes each that returned.
+A reader then finds all that it stored, and no other record.
 """
 
 import errno
@@ -13,33 +10,16 @@ import random
 import signal
 import time
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import prompt_model
-from fault_children import run_child, start_child, wait_for
-from fault_harness import KILLED
+from children import start_child, wait_for
+from operation import Operation, describe
 from prompt_model import BLOCK, FINGERPRINT, match, put, wrong_records
-from seeded_faults import (
-    choose_fault,
-    choose_kill,
-    judge_end,
-    put_state,
-    run_program,
-    states_without_power,
-)
 
 from mlstate._core import PromptLog
 from mlstate.errors import FormatError, StoreError
-
-# The calls that a history makes, and the last of each that may fail.
-CALLS = dict.fromkeys(
-    (
-        "open", "open_folder", "create", "close", "close_read", "pread", "write", "pwrite",
-        "truncate", "fsync", "fsync_folder", "fdatasync", "sync_file_range", "rename", "unlink",
-        "stat", "list", "flock", "unlock",
-    ),
-    12,
-) | {"change": 40}  # fmt: skip
 
 
 class History:
@@ -68,7 +48,7 @@ class History:
                 log = self._do(log, root, *step)
                 report("done", number)
             except (StoreError, OSError, MemoryError, FormatError) as error:
-                report("raised", number, type(error).__name__, getattr(error, "errno", 0))
+                report("raised", *describe(error))
             if log is None:
                 return
 
@@ -126,11 +106,11 @@ def prompts_of(history):
     return [tokens for name, tokens, _ in history.steps if name not in ("prune", "reopen")]
 
 
-def judge(history, root, ended, *, damaged=False, goes_on=True):
-    """Complaints about the folder, if the steps `ended` returned."""
+def judge(history, root, ended, *, damaged=False):
+    """Complaints about the folder, if the steps `ended` returned; None: the power failed."""
     complaints = []
     if not (root / "log" / "store").exists():
-        return ["the store is lost_before"] if -1 in ended else []
+        return ["the store is lost"] if -1 in ended else []
     try:
         log = PromptLog(root / "log", False)
     except (FormatError, StoreError) as error:
@@ -149,14 +129,13 @@ def judge(history, root, ended, *, damaged=False, goes_on=True):
     if history.budget is None and not damaged:
         lost = history.expected(ended) - listed
         complaints += [f"lost {record}" for record in sorted(lost)]
-    if goes_on:
-        complaints += judge_next(log, root, damaged)
     return complaints
 
 
-def judge_next(log, root, damaged):
+def judge_next(root, damaged):
     """The next put and repair work, and everything is good then."""
     try:
+        log = PromptLog(root / "log", True)
         log.repair(5.0)
         tokens = list(range(3 * BLOCK))
         done = put(log, tokens)
@@ -172,48 +151,42 @@ def judge_next(log, root, damaged):
         return [] if damaged else [f"the next put fails: {error}"]
 
 
-# ---- the kinds ----
+class PromptHistory(Operation):
+    """A random history of a log."""
+
+    name = "prompt log"
+    hint = "store"
+    may_go_on = True
+    errors: ClassVar = (errno.EBUSY,)
+    seeded: ClassVar = {
+        "faults": (40, 3_500, 35_000), "power": (100, 3_000, 30_000), "flip": (50, 3_200, 32_000),
+        "race": (5, 300, 3_000),
+    }  # fmt: skip
+    points_of_seed = 4
+
+    def prepare(self, folder):
+        self.history = History(self.seed, budget=random.Random(self.seed + 1).random() < 0.3)
+
+    def call(self, folder):
+        self.history.carry_out(folder, self.note)
+
+    def outcome(self, folder):
+        ended = {values[1] for values in self.notes if values[0] == "done"}
+        damaged = None if self.after_power else False
+        complaints = judge(self.history, folder, ended, damaged=damaged)
+        assert not complaints, complaints
+        return "new"
+
+    def call_again(self, folder):
+        complaints = judge_next(folder, None if self.after_power else False)
+        assert not complaints, complaints
+        return "new"
 
 
-def steps_ended(reports):
-    """The numbers of the steps that returned."""
-    return {values[1] for values in reports if values[0] == "done"}
-
-
-def random_history(seed):
-    """The history of a seed, which often has no budget, and a source of further choices."""
-    chance = random.Random(seed + 1)
-    return History(seed, budget=chance.random() < 0.3), chance
-
-
-def disturb(seed, root, choose):
-    """A history under one fault."""
-    history, chance = random_history(seed)
-    fault = choose(chance, CALLS)
-    reports, status, _ = run_child(partial(history.carry_out, root), fault, root=root)
-    others = {errno.EBUSY, errno.EIO} if fault.endswith("short") else {errno.EBUSY}
-    complaints = judge_end(fault, reports, status, others)
-    complaints += judge(history, root, steps_ended(reports))
-    return 1, [f"{fault}: {text}" for text in complaints]
-
-
-def fail_power(seed, root):
-    """The power fails at some points of a history; each leaves several states of the disk."""
-    history, chance = random_history(seed)
-    complaints, states = [], 0
-    act = partial(history.carry_out, root)
-    for label, reports, state in states_without_power(root, act, chance, points=8, samples=5):
-        states += 1
-        put_state(state, root)
-        result = judge(history, root, steps_ended(reports), damaged=None)
-        complaints += [f"{label}: {text}" for text in result]
-    return states, complaints
-
-
-def flip(seed, root):
+def flip(bench):
     """Bits or lengths of files change in a complete log."""
-    chance = random.Random(seed + 1)
-    history = History(seed)
+    root, chance = bench.root, random.Random(bench.seed + 1)
+    history = History(bench.seed)
     history.carry_out(root)
     if chance.random() < 0.5:
         PromptLog(root / "log", False).prune(None, 5.0)  # writes the index
@@ -230,7 +203,7 @@ def flip(seed, root):
         else:
             data += chance.randbytes(200)
         path.write_bytes(data)
-        result = judge(history, root, set(), damaged=True)
+        result = judge(history, root, set(), damaged=True) + judge_next(root, True)
         complaints += [f"flip {turn} in {path.name}: {text}" for text in result]
         for other in (root / "log").iterdir():
             other.unlink()
@@ -239,8 +212,9 @@ def flip(seed, root):
     return 10, complaints
 
 
-def race(seed, root):
+def race(bench):
     """Writers, a reader and a pruner of other processes at the same time; some are killed."""
+    seed, root = bench.seed, bench.root
     chance = random.Random(seed + 1)
     histories = [History(seed * 7 + i, budget=i == 2) for i in range(3)]
     PromptLog(root / "log", True)
@@ -257,22 +231,13 @@ def race(seed, root):
         complaints += wrong + ([f"damaged: {bad}"] if bad else [])
     for child in children:
         ended, status = wait_for(*child)
-        if status not in (0, KILLED):
+        if status not in (0, -signal.SIGKILL):
             complaints.append(f"a process ended with {status}: {ended[-1:]}")
     for tokens in prompts:
         bad, wrong = wrong_records(match(reader, tokens), tokens)
         complaints += wrong + ([f"damaged: {bad}"] if bad else [])
     history = histories[0]
-    return 1, complaints + judge(history, root, set())
+    return 1, complaints + judge(history, root, set()) + judge_next(root, False)
 
 
-KINDS = {
-    "fail_calls": partial(disturb, choose=choose_fault),
-    "kill": partial(disturb, choose=choose_kill),
-    "fail_power": fail_power,
-    "flip": flip,
-    "race": race,
-}
-
-if __name__ == "__main__":
-    run_program(KINDS, hint="store")
+PromptHistory.own_attacks = {"flip": flip, "race": race}

@@ -10,17 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fault_harness
 import pytest
+from amounts import AMOUNT, amount
 
 import mlstate
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "fault_table.py"
-ENGINES = fault_harness.amount(
+ENGINES = amount(
     ["processes"], ["processes", "threads", "gloo"],
     ["processes", "threads", "gloo", "mpi mpich", "mpi openmpi"],
 )  # fmt: skip
-RUNS, JOBS = fault_harness.amount((2, 1), (3, 1), (20, 5))
+RUNS, JOBS = amount((2, 1), (3, 1), (20, 5))
 NAMED = "error names rank and parameter"
 pytestmark = pytest.mark.slow
 # fault: the outcome on all ranks in every run, whether other gradients are right, whether the group
@@ -56,7 +56,7 @@ def rows(request, tmp_path_factory):
     done = subprocess.run(
         [*command, "--runs", str(RUNS), "--jobs", str(JOBS)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True, text=True, timeout=3000 if fault_harness.AMOUNT == "all" else 280,
+        capture_output=True, text=True, timeout=3000 if AMOUNT == "all" else 280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     if "is left out" in done.stdout:

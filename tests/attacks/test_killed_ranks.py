@@ -1,7 +1,7 @@
 """A rank is killed at a random moment: the others report it, and no resource remains.
 
 MLSTATE_FAULTS sets the number of runs, MLSTATE_FAULTS_SEED the random moments: see
-fault_harness.py.
+amounts.py.
 """
 
 import multiprocessing
@@ -13,9 +13,9 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import fault_harness
 import numpy as np
 import pytest
+from amounts import SEED, amount
 
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
@@ -27,8 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 
-RUNS = fault_harness.amount(10, 40, 200)
-SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
+RUNS = amount(10, 40, 200)
 MEETING_SECONDS = 1.0  # how long ranks wait for one that was killed before it joined
 LIMIT = 30.0
 MOST = 1 << 20  # bytes of an array: larger than the shared memory

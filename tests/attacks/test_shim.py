@@ -4,12 +4,14 @@ import errno
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
-import fault_harness
+import operations
+import preload
 import pytest
-import scenarios
+from amounts import amount
 
 CHILD = """
 import ctypes, json, os, sys
@@ -53,7 +55,7 @@ def run_child(shim, tmp_path, fault="", trace=()):
     root.mkdir()
     return subprocess.run(
         [*trace, sys.executable, "-c", CHILD, str(root), CALLS],
-        env=fault_harness.environment(shim, MLS_FAULT_ROOT=str(root), MLS_FAULT=fault),
+        env=preload.environment(shim, MLS_FAULT_ROOT=str(root), MLS_FAULT=fault),
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 
@@ -106,7 +108,7 @@ def test_fault_affects_only_the_selected_call(shim, tmp_path, fault, changed):
     ],
 )
 def test_a_kill_comes_before_in_or_after_the_call(shim, tmp_path, fault, left):
-    assert run_child(shim, tmp_path, fault).returncode == fault_harness.KILLED
+    assert run_child(shim, tmp_path, fault).returncode == -signal.SIGKILL
     assert (tmp_path / "root" / "a").read_bytes() == left
 
 
@@ -142,30 +144,40 @@ def changes_traced(trace, root):
     return count
 
 
-OF_ONE_RANK = [name for name, s in scenarios.ALL.items() if s.ranks == 1]
-TRACED = fault_harness.amount(["checkpoint", "async-manager", "tiers"], OF_ONE_RANK, OF_ONE_RANK)
+CHANGING = [
+    each.name
+    for each in operations.ALL
+    if each.forks and each.ranks == 1 and not (each.reads or each.in_memory)
+]
 
 
-@pytest.mark.parametrize("bench", TRACED, indirect=True)
-def test_shim_counts_every_file_change(bench, shim, tmp_path):
-    """The kernel's trace of a child of the server equals the counts of the shim."""
+@pytest.mark.parametrize(
+    "operation", amount(["checkpoint", "async-manager", "tiers"], CHANGING, CHANGING)
+)
+def test_shim_counts_every_file_change(shim, tmp_path, operation):
+    """The kernel's trace of a call equals the counts of the shim."""
     strace = shutil.which("strace")
     if strace is None or subprocess.run([strace, "-qq", "true"], capture_output=True).returncode:
         pytest.skip("strace is not installed, or may not trace here")
-    root = bench.fresh()
-    log = tmp_path / "trace"
+    root, log = tmp_path / "root", tmp_path / "trace"
+    root.mkdir()
+    prepared = operations.find(operation)
+    prepared.make_states()
+    prepared.renew()
+    prepared.prepare(root)
     code = (
-        "import ctypes, os, sys, scenarios; from pathlib import Path\n"
-        "s = scenarios.ALL[sys.argv[1]]; s.prepare(); shim = ctypes.CDLL(None)\n"
-        "s.enter(0, 1, ''); shim.mls_shim_arm(); s.save(Path(sys.argv[2]), 'B')\n"
+        "import ctypes, os, sys, operations; from pathlib import Path\n"
+        "root, operation = Path(sys.argv[2]), operations.find(sys.argv[1])\n"
+        "operation.make_states(); operation.renew()\n"
+        "shim = ctypes.CDLL(None); shim.mls_shim_arm(); operation.call(root)\n"
         "shim.mls_shim_disarm()\n"
         "print(shim.mls_shim_count(b'change') - shim.mls_shim_count(b'close'))\n"
         "sys.stdout.flush(); os._exit(0)"
     )
     done = subprocess.run(
         [strace, "-f", "-y", "-qq", "-s", "0", "-o", str(log), "-e", f"trace={CHANGES}",
-         sys.executable, "-c", code, bench.scenario.name, str(root)],
-        env=fault_harness.environment(shim, MLS_FAULT_ROOT=str(root)),
+         sys.executable, "-c", code, operation, str(root)],
+        env=preload.environment(shim, MLS_FAULT_ROOT=str(root)),
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -173,12 +185,6 @@ def test_shim_counts_every_file_change(bench, shim, tmp_path):
 
 
 # ---- writers that lose data ----
-
-
-@pytest.fixture(scope="module")
-def careless(make_bench):
-    with make_bench(scenarios.BAD["careless"]) as bench:
-        yield bench
 
 
 @pytest.mark.parametrize(
@@ -189,12 +195,12 @@ def careless(make_bench):
         ("write:1:kill-half", "cannot load"),
         ("write:1:kill-before", "cannot load"),
         ("create:2:ENOSPC", "said nothing"),
-        ("create:2:ENOSPC", "loads A, not B"),
-        ("unlink:1:EIO", "after the next save there is still old-B"),
+        ("create:2:ENOSPC", "has the old content, not new"),
+        ("unlink:1:EIO", "after the next call there is still ['old-B']"),
         ("rename:1:EIO", "raised OSError"),
         ("fsync:1:EIO", "raised with errno 28 instead of 5"),
     ],
 )
-def test_a_careless_writer_is_found_out(careless, fault, complaint):
-    complaints = careless.try_fault(fault)
+def test_a_careless_writer_is_found_out(attack, shim, fault, complaint):
+    complaints = attack("careless", "fault", fault, library=shim)
     assert any(complaint in text for text in complaints), complaints

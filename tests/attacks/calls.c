@@ -511,6 +511,15 @@ EXPORT int sync_file_range(int fd, off64_t offset, off64_t bytes, unsigned flags
 
 /* ---- names ---- */
 
+static long system_call(long number, const long values[6])
+{
+    static long (*real)(long number, ...);
+    if (real == NULL) {
+        *(void **)&real = dlsym(RTLD_NEXT, "syscall");
+    }
+    return real(number, values[0], values[1], values[2], values[3], values[4], values[5]);
+}
+
 EXPORT int renameat2(int from_at, const char *from, int to_at, const char *to,
                      unsigned flags)
 {
@@ -521,19 +530,37 @@ EXPORT int renameat2(int from_at, const char *from, int to_at, const char *to,
     const mls_step step = mls_enter(MLS_rename, from_ours || to_ours);
     long result = -1;
     if (!mls_refused(&step)) {
-        result = syscall(SYS_renameat2, from_at, from, to_at, to, flags);
-        if (result == 0 && step.holds && from_ours && to_ours &&
-            (flags & ~(unsigned)RENAME_NOREPLACE) == 0) {
-            mls_record(&step, &(mls_entry){.kind = 'R',
+        result = system_call(SYS_renameat2, (const long[]){from_at, (long)from, to_at,
+                                                           (long)to, (long)flags, 0});
+        if (result == 0 && step.holds && from_ours && to_ours) {
+            const bool swaps = (flags & RENAME_EXCHANGE) != 0;
+            mls_record(&step, &(mls_entry){.kind = swaps ? 'E' : 'R',
                                            .a = source.folder_id,
                                            .b = target.folder_id,
                                            .name = source.name,
                                            .other = target.name});
         } else if (result == 0 && step.holds) {
-            record_unknown(&step, "rename that exchanges, or crosses the root");
+            record_unknown(&step, "rename that crosses the root");
         }
     }
     return (int)mls_leave(&step, result);
+}
+
+/* The core makes this call by its number, because some C libraries lack the function. */
+EXPORT long syscall(long number, ...)
+{
+    long values[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++) {
+        values[i] = va_arg(list, long);
+    }
+    va_end(list);
+    if (number == SYS_renameat2) {
+        return renameat2((int)values[0], (const char *)values[1], (int)values[2],
+                         (const char *)values[3], (unsigned)values[4]);
+    }
+    return system_call(number, values);
 }
 
 EXPORT int renameat(int from_at, const char *from, int to_at, const char *to)

@@ -111,6 +111,15 @@ def test_a_rename_between_folders_is_in_both_or_in_neither(disk):
     assert {tuple(state["sub"]) for state in outcomes(disk)} == {("before", "moved")}
 
 
+def test_an_exchange_of_names_is_whole(disk):
+    steps = [
+        Entry("C", SUB, 11, name="new"), write(11, b"new"), Entry("S"),
+        Entry("E", ROOT, SUB, name="old", other="new"),
+    ]  # fmt: skip
+    contents = {(state["old"], state["sub"]["new"]) for state in outcomes(disk, *steps)}
+    assert contents == {(b"old", b"new"), (b"new", b"old")}
+
+
 def test_full_sync_leaves_one_state(disk):
     steps = [
         Entry("M", ROOT, 10, name="d"), Entry("C", 10, 11, name="f"), write(11, b"x"),

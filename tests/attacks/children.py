@@ -1,7 +1,4 @@
-"""Children of a process with the shim preloaded, which report what happens in them.
-
-No test may import this module: it needs the functions of the shim.
-"""
+"""Children of a process with the shim preloaded, which report what happens in them."""
 
 import contextlib
 import ctypes
@@ -11,8 +8,6 @@ import signal
 import time
 
 SHIM = ctypes.CDLL(None)
-SHIM.mls_shim_count.restype = ctypes.c_long
-SHIM.mls_shim_hits.restype = ctypes.c_long
 SECONDS = 30  # until a process hangs
 
 
@@ -23,7 +18,10 @@ def arm(root, fault="", log=""):
 
 
 def start_child(act, log=""):
-    """Fork a process that calls `act(report)`; return its number and the pipe of its reports."""
+    """Fork a process that calls `act(report)`; return its number and the pipe of its reports.
+
+    With a log, each report is also a note in the shim's recording.
+    """
     read_end, write_end = os.pipe()
     child = os.fork()
     if child:
@@ -68,22 +66,3 @@ def wait_for(child, pipe, seconds=SECONDS):
             time.sleep(0.0005)
     os.close(pipe)
     return [json.loads(line) for line in b"".join(pieces).splitlines()], status
-
-
-def run_child(act, fault="", *, root="", log=""):
-    """Run a child, under a fault if `root` is given, and wait for it.
-
-    Returns its reports, its status, and how often the fault happened.
-    """
-
-    def act_under_fault(report):
-        if root:
-            arm(root, fault, log)
-        act(report)
-        if root:
-            SHIM.mls_shim_disarm()
-            report("hits", SHIM.mls_shim_hits())
-
-    reports, status = wait_for(*start_child(act_under_fault, log))
-    hits = [values[1] for values in reports if values[0] == "hits"]
-    return [values for values in reports if values[0] != "hits"], status, sum(hits)

@@ -1,7 +1,7 @@
-"""The scenarios: what is saved over what, how it is loaded, and which files may remain.
+"""The operations that save a state over another one, and writers that lose data on purpose.
 
-Each scenario has three states, "A", "B" and "C". They differ in the bytes of nearly every tensor
-and in the names of their tensors, so a mix of two equals none of them.
+Each has three states, "A", "B" and "C": it saves B over A, and then C. They differ in the bytes of
+nearly every tensor and in the names of their tensors, so a mix of two equals none of them.
 """
 
 import contextlib
@@ -10,67 +10,28 @@ import io
 import json
 import os
 import re
+import threading
 import warnings
 from typing import ClassVar
 
 import numpy as np
+from operation import Operation, differences, tensors
 
 import mlstate.checkpoint  # also loads the C library, before processes are forked
 import mlstate.follow
+from mlstate.checkpoint import CheckpointManager
 from mlstate.errors import CheckpointWarning
 
-TENSORS = {
-    # name: shape, dtype, and the states that have it
-    "embed.weight": ((300, 257), "<f4", "ABC"),
-    "layer.0.weight": ((64, 64), "<f4", "ABC"),
-    "layer.0.bias": ((64,), "<f8", "ABC"),
-    "layer.1.weight": ((1030, 256), "<f4", "ABC"),
-    "only.a": ((5,), "<i4", "A"),
-    "only.b": ((7, 3), "<u2", "BC"),
-    "empty": ((0, 3), "<f4", "ABC"),
-    "frozen": ((10_000,), "<f4", "ABC"),  # equal in all states
-    "step": ((), "<i8", "ABC"),
-}
+OUTCOMES = {"A": "old", "B": "new", "C": "next"}
 
 
-def tensors(which, grow=1):
-    """The arrays of a state, equal in every process."""
-    state = {}
-    for number, (name, (shape, dtype, states)) in enumerate(TENSORS.items()):
-        if which in states:
-            if name == "layer.1.weight":
-                shape = (shape[0] * grow, shape[1])
-            seed = (number, 0 if name == "frozen" else ord(which))
-            raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
-            state[name] = np.frombuffer(raw, dtype).reshape(shape)
-    return state
-
-
-def differences(got, expected):
-    """The differences between `got` and `expected`; empty if they are equal."""
-    if got.keys() != expected.keys():
-        return [f"names {sorted(got)}"]
-    return [
-        name
-        for name, array in expected.items()
-        if got[name].dtype != array.dtype
-        or got[name].shape != array.shape
-        or got[name].tobytes() != array.tobytes()
-    ]
-
-
-class SaveFile:
+class SaveFile(Operation):
     """One safetensors file, replaced."""
 
     name = "save_file"
-    folder = None  # the checkpoint's path below the root, for scenarios that save a folder
-    ranks = 1
+    starts: ClassVar = ("old", "nothing")
     grow = 1
-    marks: ClassVar = []  # names of pytest marks
-    heavy = False  # fewer points are tried in the ordinary test run
     older = None  # the state that a load may fall back to, with a warning
-
-    # Calls whose failure need not be reported, and why that does no harm.
     harmless: ClassVar = {
         "sync_file_range": "a hint to the system; the sync that counts comes later",
         "close_read": "nothing was written through it",
@@ -78,16 +39,28 @@ class SaveFile:
         "unlink": "what is left behind is a temporary file",
     }
 
-    def missing(self):
-        """Why the scenario cannot run on this machine, or None."""
-        return
-
-    def prepare(self):
-        """Slow preparations, made once, before children are forked."""
+    def make_states(self):
         self.states = {which: tensors(which, self.grow) for which in "ABC"}
 
-    def enter(self, rank, world_size, meeting):
-        """Start in a child; `meeting` is a path outside the root for the ranks' rendezvous."""
+    def prepare(self, root):
+        self.save(root, "A")
+
+    def call(self, root):
+        self.save(root, "B")
+
+    def call_again(self, root):
+        self.save(root, "C")
+        return "next"
+
+    def outcome(self, root):
+        which, arrays = self.load(root)
+        wrong = differences(arrays, self.states[which])
+        assert not wrong, f"loads as {which} with other content: {wrong}"
+        self.check(root)
+        return OUTCOMES[which]
+
+    def check(self, root):
+        """Raise AssertionError if a folder that loads is wrong in another way."""
 
     def save(self, root, which):
         """Save a state into the folder."""
@@ -99,12 +72,7 @@ class SaveFile:
         which = mlstate.checkpoint.load_metadata(path)["which"]
         return which, mlstate.load_file(path, mmap=mmap)
 
-    def other_complaints(self, root):
-        """Further complaints about a folder that loads."""
-        return []
-
-    def strangers(self, root, was_killed):
-        """Files that should not exist after a save."""
+    def left(self, root, was_killed):
         names = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*"))]
         if was_killed:  # save_file documents that a killed process leaves this file
             names = [name for name in names if not re.fullmatch(r"\.mlstate-\w{16}\.tmp", name)]
@@ -116,7 +84,7 @@ class SaveLargeFile(SaveFile):
 
     name = "save_large_file"
     grow = 9
-    heavy = True
+    is_heavy = True
 
 
 # ---- folders ----
@@ -166,7 +134,7 @@ class SaveCheckpoint(SaveFile):
     pack_below_bytes = 100_000  # some tensors share files, others have their own
     options: ClassVar = {}  # options of the save
 
-    def prepare(self):
+    def make_states(self):
         """The optimizer has moments of each parameter."""
         self.states, self.parts = {}, {}
         for which in "ABC":
@@ -203,12 +171,10 @@ class SaveCheckpoint(SaveFile):
         assert checkpoint.optimizer.step == ord(which), "the optimizer's step is another state's"
         return which, together(checkpoint.model, checkpoint.optimizer)
 
-    def other_complaints(self, root):
-        """The folder must also verify; checked now and then, because loading verifies too."""
-        self.looks = getattr(self, "looks", -1) + 1
-        if self.looks % 5 != 0:
-            return []
-        return [f"verify: {p}" for p in mlstate.checkpoint.verify(f"{root}/{self.folder}").problems]
+    def check(self, root):
+        """The folder must also verify."""
+        report = mlstate.checkpoint.verify(f"{root}/{self.folder}")
+        assert report, f"verify: {report.problems}"
 
     def roots(self, folder):
         """Manifests that must exist, except the newest."""
@@ -222,7 +188,7 @@ class SaveCheckpoint(SaveFile):
                 expected_names |= {name, *named_by(folder, name)}
         return expected_names
 
-    def strangers(self, root, was_killed):
+    def left(self, root, was_killed):
         folder = root / self.folder
         if not folder.exists():
             return sorted(p.name for p in root.iterdir())
@@ -245,8 +211,13 @@ class SaveStep(SaveCheckpoint):
     name = "manager"
     older = "C"  # step 1; "A" is step 2, "B" step 3
 
+    def renew(self):
+        self.manager = None  # of a call that was interrupted
+
     def save(self, root, which):
-        with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
+        if self.manager is None:
+            self.manager = CheckpointManager(f"{root}/{self.folder}", keep=2)
+        with self.manager as manager:
             if which == "A":
                 self.save_step(manager, 1, self.older)
             newest = manager.latest_step() or 0
@@ -259,17 +230,18 @@ class SaveStep(SaveCheckpoint):
         )
 
     def load(self, root, *, mmap=False):
-        with mlstate.checkpoint.CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
+        with CheckpointManager(f"{root}/{self.folder}", keep=2) as manager:
             checkpoint = manager.restore_latest(mmap=mmap)
         return checkpoint.metadata["which"], together(checkpoint.model, checkpoint.optimizer)
 
-    def other_complaints(self, root):
+    def check(self, root):
         """Every manifest must be complete, not only the newest."""
         folder = root / self.folder
         complaints = [text for name in self.roots(folder) for text in lacking(folder, name)]
+        assert not complaints, complaints
         # power may fail between writing a first step's own manifest and manifest.json
-        has_manifest = (folder / "manifest.json").exists()
-        return complaints + (super().other_complaints(root) if has_manifest else [])
+        if (folder / "manifest.json").exists():
+            super().check(root)
 
     def roots(self, folder):
         return [p.relative_to(folder).as_posix() for p in (folder / "roots").glob("*.json")]
@@ -313,7 +285,7 @@ class SaveCompressed(SaveIncremental):
     """The same with rounded numbers: comparing, layering and writing work on compressed data."""
 
     name = "compressed"
-    heavy = True
+    is_heavy = True
     options: ClassVar = {**SaveIncremental.options, "compress": "zlib"}
 
     def model(self, which):
@@ -331,7 +303,7 @@ class PublishSteps(SaveStep):
     older = None
     options: ClassVar = {}
 
-    def prepare(self):
+    def make_states(self):
         self.states = {which: self.model(which) for which in "ABC"}
 
     def model(self, which):
@@ -374,6 +346,7 @@ class SaveAsync(SaveCheckpoint):
     """
 
     name = "async"
+    interrupted: ClassVar = (threading.__file__,)
     harmless: ClassVar = SaveCheckpoint.harmless | {
         f"{call}:{turn}": "looks for a manager's steps; the thread looks again"
         for call, turn in (("open_folder", 1), *(("list", turn) for turn in range(1, 5)))
@@ -407,6 +380,7 @@ class SaveStepAsync(SaveStep):
     """A manager's third step, started while the second is still being written."""
 
     name = "async-manager"
+    interrupted: ClassVar = (threading.__file__,)
 
     def save_step(self, manager, step, which):
         model, optimizer = self.state(which)
@@ -422,9 +396,9 @@ class SaveByRanks(SaveCheckpoint):
     """Two processes, each with its own rows of the large tensors."""
 
     name = "ranks"
-    ranks = 2
-    marks: ClassVar = ["torch"]
-    heavy = True
+    ranks = prepare_ranks = 2
+    marks: ClassVar = ("torch",)
+    is_heavy = True
     # After the commit, rank 0 lists the roots twice, to plan which rank deletes which old files.
     harmless: ClassVar = SaveCheckpoint.harmless | {
         f"{call}:{turn}": "rank 0 lists the old files once more, and deletes them itself"
@@ -433,16 +407,16 @@ class SaveByRanks(SaveCheckpoint):
     }
 
     def missing(self):
-        try:
-            import torch.distributed as dist
-        except ImportError:
-            return "torch is not installed"
+        import torch.distributed as dist
+
         return None if dist.is_gloo_available() else "torch has no gloo"
 
-    def prepare(self):
+    needs: ClassVar = ("torch",)
+
+    def make_states(self):
         import torch.distributed  # before the fork: it takes seconds  # noqa: F401
 
-        super().prepare()
+        super().make_states()
 
     def enter(self, rank, world_size, meeting):
         from datetime import timedelta
@@ -491,7 +465,7 @@ class MoveTiers(SaveFile):
         "mmap": "what cannot be compared with what is to be written is written again",
     }
 
-    def prepare(self):
+    def make_states(self):
         """One parameter; the other tensors of a state become its optimizer states."""
         self.states = {}
         for which in "ABC":
@@ -529,22 +503,22 @@ class MoveTiers(SaveFile):
         arrays[self.unit.replace(".", "_")] = arrays.pop(f"params/{self.unit}")
         return chr(arrays["which"]), arrays
 
-    def other_complaints(self, root):
+    def check(self, root):
         """The next process must also be able to open it."""
         folder = f"{root}/{self.folder}"
         with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
             arrays = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
         which = chr(arrays["which"])
         wrong = differences(arrays, self.states[which])
-        return [f"opens as {which} with other content: {wrong}"] if wrong else []
+        assert not wrong, f"opens as {which} with other content: {wrong}"
 
-    strangers = SaveCheckpoint.strangers
+    left = SaveCheckpoint.left
 
     def expected_files(self, folder):
         return {"lock", f"{self.unit}.safetensors"}
 
 
-# ---- defective scenarios, which the harness must detect ----
+# ---- writers that lose data, which the attacks must find ----
 
 
 class Careless(SaveFile):
@@ -601,14 +575,8 @@ class Forgetful(Careless):
         os.close(folder)
 
 
-def by_name(*scenarios):
-    """Scenarios by their names."""
-    return {scenario.name: scenario for scenario in scenarios}
-
-
-ALL = by_name(
+SAVES = [
     SaveFile(), SaveLargeFile(), SaveCheckpoint(), SaveStep(), SaveSparse(), SaveIncremental(),
-    SaveCompressed(), PublishSteps(),
-    SaveAsync(), SaveStepAsync(), SaveByRanks(), MoveTiers(),
-)  # fmt: skip
-BAD = by_name(Careless(), *(Forgetful(what) for what in ("file", "folder", "nothing")))
+    SaveCompressed(), PublishSteps(), SaveAsync(), SaveStepAsync(), SaveByRanks(), MoveTiers(),
+]  # fmt: skip
+LOSSY = [Careless(), *(Forgetful(step) for step in ("file", "folder", "nothing"))]

@@ -1,13 +1,11 @@
-"""Publishers and followers under faults: each seed is a folder with versions, and some faults.
-
-    LD_PRELOAD=shim.so python follow_faults.py KIND FIRST COUNT [DEFECT]
+"""Publishers and followers with random histories: each seed is a folder with versions.
 
 After each fault, followers that had several versions before it, a new follower, and the folder of
 ``mlstate follow`` have the bits of one version, the newest. Then a new publisher continues, and all
-of them follow it. See `seeded_faults.run_program` for the arguments; KIND is a key of KINDS. DEFECT
-is one of DEFECTS: code that is wrong on purpose.
+of them follow it.
 """
 
+import argparse
 import contextlib
 import ctypes
 import errno
@@ -16,35 +14,16 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
-import replay
-from fault_children import SHIM, run_child, start_child, wait_for
-from fault_harness import ERRORS, KILLED, LOST_ERROR
-from follow_versions import (
-    EMPTY,
-    Copy,
-    Folder,
-    Versions,
-    count_lines,
-    follow_once,
-    interrupt_at,
-    number_of_folder,
-    read_tree,
-)
+from children import start_child, wait_for
+from follow_versions import EMPTY, Copy, Folder, Versions, follow_once, number_of_folder
 from json_checksums import text_with_checksum
-from seeded_faults import (
-    choose_fault,
-    choose_kill,
-    judge_end,
-    put_state,
-    run_program,
-    states_without_power,
-)
+from operation import Operation
 
 import mlstate
 from mlstate._common import arrays
@@ -54,11 +33,6 @@ from mlstate.errors import MLStateError, StoreError
 from mlstate.follow import Publisher, _follower
 from mlstate.follow._version import KEY, lineage_of
 from mlstate.threads import set_num_threads
-
-FAULTS = 12  # of a folder
-
-
-# ---- judges; each runs in a separate process, which has the followers' arrays ----
 
 
 def attempt(complaints, label, call):
@@ -124,19 +98,6 @@ def judge_command(folder, allowed):
     return complaints
 
 
-def judge_next(folder):
-    """Complain unless a new publisher continues, and all follow; nothing is left over then."""
-    complaints, first = [], folder.before + folder.more
-    publisher = None
-    for number, kinds in ((first, {"anchor"}), (first + 1, {"anchor", "delta", "both"})):
-        ended = []
-        publisher = folder.publish([number], lambda *values, to=ended: to.append(values), publisher)
-        if ended[-1][0] != "done" or ended[-1][2] not in kinds:
-            return [*complaints, f"a new publisher: {ended[-1]}"]
-        complaints += advance_all(folder.copies, {number}, f"after version {number}")
-    return complaints + judge_files(folder.path)
-
-
 def judge_files(path):
     """Complain about a damaged file, and about one that no version needs."""
     report = mlstate.verify(path)
@@ -145,192 +106,104 @@ def judge_files(path):
     return []
 
 
-def judge(folder, allowed, seed):
-    """Complaints about a folder whose newest version must be one of the allowed ones."""
-    chance = random.Random(seed)
-    folder.publisher = None  # of the process under test
-    folder.copies.append(Copy(folder.path, folder.versions, chance.choice(("whole", "half"))))
-    complaints = advance_all(folder.copies, allowed, "followers")
-    attempt(complaints, "kept", lambda: complaints.extend(judge_kept(folder, chance)))
-    if chance.random() < 0.15:
-        complaints += judge_command(folder, allowed)
-    return complaints + judge_next(folder)
+def append_all(values, *more):
+    """Append values as one item."""
+    values.append(more)
 
 
-def judge_apart(act):
-    """Call `act`, which returns complaints, in a separate process."""
-    reports, status, _ = run_child(lambda report: report("complaints", act()))
-    texts = [text for values in reports if values[0] == "complaints" for text in values[1]]
-    broken = [values for values in reports if values[0] == "broken"]
-    return texts + ([] if status == 0 else [f"the judge ended with {status}: {broken}"])
+class FollowOperation(Operation):
+    """A folder with versions, and followers of them; the seed is the history."""
+
+    may_go_on = True
+
+    def make_states(self):
+        warnings.simplefilter("ignore")
+        set_num_threads(1)
+
+    def prepare(self, folder):
+        self.history = Folder(self.seed, folder)
 
 
-def allowed_after(folder, reports):
-    """The versions that may be the newest: the last one that returned, or one begun after it."""
-    done = max((n for kind, n, *_ in reports if kind == "done"), default=folder.before - 1)
-    return {done} | {n for kind, n, *_ in reports if kind == "start" and n > done}
+class Publish(FollowOperation):
+    """A publisher publishes versions, and continues after an exception."""
+
+    name = "publish"
+    seeded: ClassVar = {
+        "faults": (12, 24, 2_700), "lines": (1, 12, 400), "power": (12, 20, 1_500),
+        "damage": (12, 12, 1_500), "race": (2, 3, 100),
+    }  # fmt: skip
+
+    def call(self, folder):
+        history = self.history
+        history.publish(range(history.before, history.before + history.more), self.note)
+
+    def allowed(self):
+        """The versions that may be the newest: the last that returned, or one begun after it."""
+        notes = [values for values in self.notes if values[0] in ("start", "done")]
+        done = max((n for kind, n, *_ in notes if kind == "done"), default=self.history.before - 1)
+        return {done} | {n for kind, n, *_ in notes if kind == "start" and n > done}
+
+    def outcome(self, folder):
+        history, allowed, complaints = self.history, self.allowed(), []
+        chance = random.Random(f"{self.seed} {self.notes}")
+        history.publisher = None  # of the process under test
+        kind = chance.choice(("whole", "half"))
+        history.copies.append(Copy(history.path, history.versions, kind))
+        complaints += advance_all(history.copies, allowed, "followers")
+        attempt(complaints, "kept", lambda: complaints.extend(judge_kept(history, chance)))
+        if chance.random() < 0.15:
+            complaints += judge_command(history, allowed)
+        assert not complaints, complaints
+        return "new"
+
+    def call_again(self, folder):
+        history, publisher = self.history, None
+        first = history.before + history.more
+        for number, kinds in ((first, {"anchor"}), (first + 1, {"anchor", "delta", "both"})):
+            notes = []
+            publisher = history.publish([number], partial(append_all, notes), publisher)
+            assert notes[-1][0] == "done" and notes[-1][2] in kinds, notes
+            complaints = advance_all(history.copies, {number}, f"after version {number}")
+            assert not complaints, complaints
+        self.note("done", number)
+        return "new"
+
+    def left(self, folder, was_killed):
+        return [] if was_killed else judge_files(self.history.path)
 
 
-def count_calls(folder, act):
-    """Return how often `act` makes each call, and changes files, without a fault."""
-    names = [*ERRORS, "change"]
+class Follow(FollowOperation):
+    """A follower advances; its arrays have the version before or the newest, bit for bit."""
 
-    def count(report):
-        act(lambda *_: None)
-        report("counts", {name: SHIM.mls_shim_count(name.encode()) for name in names})
+    name = "follow"
+    reads = in_memory = True
+    seeded: ClassVar = {
+        "faults": (12, 24, 2_400), "lines": (12, 24, 1_200), "python": (1, 24, 1_000)
+    }  # fmt: skip
 
-    reports, status, _ = run_child(count, root=folder.root)
-    assert status == 0, reports
-    folder.restore()
-    return reports[-1][1]
+    def make_states(self):
+        super().make_states()
+        arrays._memory_of = memory_of
 
+    def prepare(self, folder):
+        super().prepare(folder)
+        self.copy = self.history.copies[self.seed % len(self.history.copies)]
+        self.before, self.newest = self.copy.number(), self.history.before - 1
 
-def try_each(folder, faults, try_one):
-    """Call `try_one(number, fault)` for each; return the number of states, and complaints."""
-    states, complaints = 0, []
-    for number, fault in enumerate(faults):
-        is_state, result = try_one(number, fault)
-        states += is_state
-        complaints += [f"{fault}: {text}" for text in result]
-        folder.restore()
-    return states, complaints
+    def call(self, folder):
+        result, _ = self.copy.advance()
+        if isinstance(result, BaseException):
+            raise result
+        assert result == self.newest, f"is silently at {result}, not at {self.newest}"
 
+    def outcome(self, folder):
+        number = self.copy.number()
+        assert number in (self.before, self.newest), f"has {number} after {self.before}"
+        return "new"
 
-# ---- the kinds ----
-
-
-def disturb_publisher(seed, root, choose):
-    """A publisher under faults; it publishes further versions."""
-    folder, chance = Folder(seed, root), random.Random(seed + 1)
-    numbers = range(folder.before, folder.before + folder.more)
-    act = lambda report: folder.publish(numbers, report)  # noqa: E731
-    counts = count_calls(folder, act)
-
-    def try_one(number, fault):
-        reports, status, hits = run_child(act, fault, root=root)
-        allowed = allowed_after(folder, reports)
-        result = judge_end(fault, reports, status)
-        result += judge_apart(lambda: judge(folder, allowed, seed * 100 + number))
-        return bool(hits) or status == KILLED, result
-
-    return try_each(folder, [choose(chance, counts) for _ in range(FAULTS)], try_one)
-
-
-def fail_power(seed, root):
-    """The power fails at some points of a publication; each leaves several states of the disk."""
-    folder, chance = Folder(seed, root, more=2), random.Random(seed + 1)
-    numbers = range(folder.before, folder.before + folder.more)
-    act = lambda report: folder.publish(numbers, report)  # noqa: E731
-    complaints, seen = [], set()
-    for label, reports, state in states_without_power(root, act, chance, points=3, samples=4):
-        allowed = allowed_after(folder, reports)
-        key = (replay.digest(state), *sorted(allowed))
-        if key in seen:
-            continue
-        seen.add(key)
-        put_state(state, root)
-        result = judge_apart(lambda: judge(folder, allowed, seed + len(seen)))  # noqa: B023
-        complaints += [f"{label}: {text}" for text in result]
-    return len(seen), complaints
-
-
-def disturb_followers(seed, root, choose, disturb, error=""):
-    """Advance followers under faults, in separate processes.
-
-    `choose(count)` returns faults, `disturb(copy, fault)` advances once under one of them; it
-    returns the new version, or an exception. `error`: name of the exception that a fault causes.
-    """
-    folder, chance = Folder(seed, root), random.Random(seed + 1)
-    newest, states, complaints = folder.before - 1, 0, []
-    for copy in folder.copies:
-        for fault in choose(folder, copy, chance):
-
-            def act(report, copy=copy, fault=fault):
-                before = copy.number()
-                result = disturb(copy, fault)
-                number = copy.number()
-                if isinstance(result, BaseException):
-                    report("raised", 0, type(result).__name__, getattr(result, "errno", None))
-                    assert number in (before, newest), f"has {number} after {before}"
-                else:
-                    assert number == newest, f"is silently at {number}, not at {newest}"
-                SHIM.mls_shim_disarm()
-                assert copy.advance()[0] == newest, "does not go on"
-                assert SHIM.mls_shim_count(b"change") == 0, "a follower changed a file"
-
-            reports, status, _ = run_child(act, fault if ":" in fault else "", root=root)
-            states += 1
-            result = judge_end(fault if ":" in fault else error, reports, status)
-            complaints += [f"{copy}, {fault}: {text}" for text in result]
-    return states, complaints
-
-
-def fail_follower(seed, root):
-    """One call of a follower fails once, or from then on."""
-
-    def choose(folder, copy, chance):
-        counts = count_calls(folder, lambda _: copy.advance())
-        return [choose_fault(chance, counts) for _ in range(FAULTS)] if any(counts.values()) else []
-
-    return disturb_followers(seed, root, choose, lambda copy, _: copy.advance()[0])
-
-
-PARTS = ("/mlstate/", "/mlstate/follow/")  # all code, or its part that changes the arrays
-
-
-def choose_lines(folder, chance, call, *arguments):
-    """Lines that a call executes, and the part of the code in which they are counted."""
-    counts, faults = {}, []
-    for part in PARTS:  # in separate processes, because a second call may have nothing to do
-        act = lambda report, part=part: report(count_lines(part, call, *arguments))  # noqa: E731
-        counts[part] = run_child(act)[0][0][0]
-        folder.restore()
-    for _ in range(FAULTS):
-        part = chance.choice(PARTS)
-        faults.append(f"line {chance.randint(1, counts[part])} {part}")
-    return faults
-
-
-def interrupt_follower(seed, root):
-    """Ctrl-C at a line of a follower's code."""
-
-    def choose(folder, copy, chance):
-        return choose_lines(folder, chance, copy.follower.advance)
-
-    def disturb(copy, fault):
-        _, number, part = fault.split()
-        try:
-            interrupt_at(int(number), part, copy.follower.advance)
-        except KeyboardInterrupt as error:
-            return error
-        return None
-
-    return disturb_followers(seed, root, choose, disturb, "KeyboardInterrupt")
-
-
-def interrupt_publisher(seed, root):
-    """Ctrl-C at a line of a publisher's code; then it publishes further versions."""
-    folder, chance = Folder(seed, root), random.Random(seed + 1)
-    first, end = folder.before, folder.before + folder.more
-    publisher = folder.publisher or Publisher(folder.path, **folder.options)
-
-    def publish(report):
-        return folder.publish([first], report, publisher)
-
-    def try_one(number, fault):
-        _, line, part = fault.split()
-
-        def act(report):
-            interrupt_at(int(line), part, publish, report)
-            folder.publish(range(first + 1, end), report, publisher)
-
-        ended, status, _ = run_child(act)
-        allowed = allowed_after(folder, ended)
-        result = judge_end("line", ended, status)
-        return True, result + judge_apart(lambda: judge(folder, allowed, seed + number))
-
-    faults = choose_lines(folder, chance, publish, lambda *_: 0)
-    return try_each(folder, faults, try_one)
+    def call_again(self, folder):
+        assert self.copy.advance()[0] == self.newest, "does not go on"
+        return "new"
 
 
 def memory_of(array):
@@ -339,83 +212,56 @@ def memory_of(array):
     return arrays._Memory(address or 0, max(array.itemsize, 1), array.shape, array.strides)
 
 
-def exhaust_memory(seed, root):
-    """One of the allocations of Python fails in a follower."""
-    import _testcapi
+class FollowCommand(FollowOperation):
+    """The command that follows with a folder: the folder has the old version or the new one."""
 
-    arrays._memory_of = memory_of
+    name = "mlstate follow"
+    seeded: ClassVar = {"faults": (7, 24, 600)}
 
-    def choose(folder, copy, chance):
-        return [f"allocation {chance.randint(1, 3000)}" for _ in range(FAULTS)]
+    def prepare(self, folder):
+        super().prepare(folder)
+        history, self.target = self.history, folder / "hf"
+        while history.before < 2:
+            history.publish([history.before], publisher=history.publisher)
+            history.before += 1
+        older = [copy for copy in history.copies if copy.follower.version is not None]
+        self.newest = history.before - 1
+        self.old = older[0].number() if older else EMPTY
+        if self.old != EMPTY:
+            state = history.versions.models[self.old]
+            mlstate.checkpoint.export_huggingface(str(self.target), state)
 
-    def disturb(copy, fault):
-        number = int(fault.split()[1])
-        try:
-            _testcapi.set_nomemory(number, number + 1)
-            copy.follower.advance()
-        except BaseException as error:
-            _testcapi.remove_mem_hooks()
-            # CPython loses some of them (see fault_harness)
-            return MemoryError() if LOST_ERROR.match(str(error)) else error
-        finally:
-            _testcapi.remove_mem_hooks()
-        return None
+    def call(self, folder):
+        words = ["follow", self.history.path, "--into", str(self.target), "--once"]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            assert command_line._parse_and_run(words, argparse.Namespace()) == 0
 
-    return disturb_followers(seed, root, choose, disturb, "MemoryError")
-
-
-def disturb_command(seed, root, choose):
-    """The command that follows with a folder, under faults: the folder has the old or the new."""
-    folder, chance = Folder(seed, root), random.Random(seed + 1)
-    if folder.before < 2:
-        return 0, []
-    target, versions = root / "hf", folder.versions
-    older = [copy for copy in folder.copies if copy.follower.version is not None]
-    newest = folder.before - 1
-    number = older[0].number() if older else EMPTY
-    if number != EMPTY:
-        state = versions.models[number]
-        mlstate.checkpoint.export_huggingface(str(target), state)
-    folder.files = read_tree(root)
-
-    def act(report):
-        report("start", newest)
-        status, text = follow_once(folder.path, target)
-        report("done" if status == 0 else "failed", newest, text)
-
-    counts = count_calls(folder, act)
-
-    def try_one(_, fault):
-        reports, status, _ = run_child(act, fault, root=root)
-        is_done = any(values[0] == "done" for values in reports)
-        result = [] if status in (0, KILLED) else [f"ended with {status}: {reports}"]
-
-        def check():
-            problems = []
-            has = attempt(problems, "folder", lambda: number_of_folder(target, versions))
-            if has not in ({newest} if is_done else {number, newest}):
-                problems.append(f"the folder has {has}")
-            return problems + judge_command(folder, {newest})
-
-        return True, result + judge_apart(check)
-
-    faults = [choose(chance, counts) for _ in range(FAULTS)]
-    return try_each(folder, faults, try_one)
+    def outcome(self, folder):
+        number = number_of_folder(self.target, self.history.versions)
+        assert number in (self.old, self.newest), f"the folder has {number}"
+        return "new" if number == self.newest else "old"
 
 
-def damage(seed, root):
+# ---- damage ----
+
+
+def damage(bench):
     """Files change, disappear, or are replayed; then publishers go on."""
-    folder, chance = Folder(seed, root, most_before=8), random.Random(seed + 1)
-    if folder.before < 2:
+    history, chance, complaints = bench.operation.history, random.Random(bench.seed + 1), []
+    if history.before < 2:
         return 0, []
-
-    def try_one(turn, damaged):
-        label, allowed = damaged
+    for turn in range(12):
+        bench.restore()
+        label, allowed = damage_folder(history, chance)
         may_refuse = label.startswith(("exchange", "chain"))  # no checksum reveals it
-        judge_seed = seed * 100 + turn
-        return True, judge_apart(lambda: judge_damaged(folder, allowed, may_refuse, judge_seed))
+        seed = bench.seed * 100 + turn
 
-    return try_each(folder, (damage_folder(folder, chance) for _ in range(FAULTS)), try_one)
+        def act(report, allowed=allowed, may_refuse=may_refuse, seed=seed):
+            for text in judge_damaged(history, allowed, may_refuse, seed):
+                report("complaint", text)
+
+        complaints += [f"{label}: {text}" for text in bench.complaints_of(act)]
+    return 12, complaints
 
 
 def damage_folder(folder, chance):
@@ -527,8 +373,10 @@ def judge_damaged(folder, allowed, may_refuse, seed):
 # ---- races ----
 
 
-def race(seed, root):
+def race(bench):
     """Publishers, followers, the command and a pruner at the same time; some are killed."""
+    seed, root = bench.seed, bench.root.parent / "race"
+    root.mkdir()
     chance = random.Random(seed + 1)
     path, stop = f"{root}/weights", root / "stop"
     publishers = chance.randint(1, 3)
@@ -566,7 +414,12 @@ def race(seed, root):
         last = done[-1] if done else EMPTY
         allowed |= {each for each in (last, *begun) if each >= last}
     stop.unlink()
-    return 1, complaints + judge_apart(lambda: judge_race(path, root, everything, allowed))
+
+    def act(report):
+        for text in judge_race(path, everything, allowed):
+            report("complaint", text)
+
+    return 1, complaints + bench.complaints_of(act)
 
 
 class Everything:
@@ -647,7 +500,7 @@ def prune_in_race(path, stop, report):
             report("wrong", f"prune ended with {status}")
 
 
-def judge_race(path, root, everything, allowed):
+def judge_race(path, everything, allowed):
     """All followers reach the newest version, and the next publisher continues."""
     copies = [Copy(path, everything), Copy(path, everything, "half")]
     complaints = advance_all(copies, allowed, "after the race")
@@ -658,19 +511,10 @@ def judge_race(path, root, everything, allowed):
     return complaints + judge_files(path)
 
 
-KINDS = {
-    "fail_publisher": partial(disturb_publisher, choose=choose_fault),
-    "kill_publisher": partial(disturb_publisher, choose=choose_kill),
-    "fail_command": partial(disturb_command, choose=choose_fault),
-    "kill_command": partial(disturb_command, choose=choose_kill),
-    **{
-        function.__name__: function
-        for function in (
-            interrupt_publisher, fail_power, fail_follower, interrupt_follower, exhaust_memory,
-            damage, race,
-        )
-    },
-}  # fmt: skip
+Publish.own_attacks = {"damage": damage, "race": race}
+
+
+# ---- followers that are wrong on purpose ----
 
 
 def forget_log(log):
@@ -682,15 +526,22 @@ def advance_nowhere(self, manifest, step):
     """Do as if the arrays had the newest version."""
 
 
-DEFECTS = {
-    "no undo": (_follower, "roll_back", forget_log),
-    "stale": (_follower.Follower, "_follow", advance_nowhere),
-}
+def wrong(operation, name, *defect):
+    """An operation whose process has a defect."""
+    operation = type(operation)()
+    operation.name = name
+    make_states = operation.make_states
+
+    def make_defect():
+        make_states()
+        setattr(*defect)
+
+    operation.make_states = make_defect
+    return operation
 
 
-if __name__ == "__main__":
-    for name in sys.argv[4:]:
-        setattr(*DEFECTS[name])
-    warnings.simplefilter("ignore")
-    set_num_threads(1)
-    run_program(KINDS, hint="lock")
+FOLLOW = [Publish(), Follow(), FollowCommand()]
+DEFECTIVE = [
+    wrong(FOLLOW[1], "no undo", _follower, "roll_back", forget_log),
+    wrong(FOLLOW[0], "stale", _follower.Follower, "_follow", advance_nowhere),
+]

@@ -1,8 +1,8 @@
 """Compute the states that a power failure can leave on disk, from a recording of a program's calls.
 
 The shim's log has an entry for each change below the root: C create, M make a folder, D delete, R
-rename, L link, W write, T truncate, S sync (a file, a folder, or with inode 0 everything), N a note
-of the program, X a change that cannot be replayed (an error here).
+rename, E exchange two names, L link, W write, T truncate, S sync (a file, a folder, or with inode 0
+everything), N a note of the program, X a change that cannot be replayed (an error here).
 
 The model is a conservative one of ext4 and similar file systems:
 
@@ -156,6 +156,10 @@ class Disk:
             source, target = nodes[entry.a], nodes[entry.b]
             moved = source.current[entry.name]
             self._rename((source, entry.name, None), (target, entry.other, moved))
+        elif entry.kind == "E":
+            source, target = nodes[entry.a], nodes[entry.b]
+            moved, other = source.current[entry.name], target.current[entry.other]
+            self._rename((source, entry.name, other), (target, entry.other, moved))
         elif entry.kind == "S":
             self._sync(None if entry.a == 0 else nodes[entry.a])
         elif entry.kind == "N":
@@ -308,3 +312,11 @@ def materialise(state, folder):
             materialise(content, folder / name)
         else:
             (folder / name).write_bytes(content)
+
+
+def content_of(folder):
+    """The tree of a folder: what `materialise` writes."""
+    return {
+        path.name: content_of(path) if path.is_dir() else path.read_bytes()
+        for path in folder.iterdir()
+    }

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-import fault_harness
+import preload
 import pytest
 
 CHILD = """
@@ -33,7 +33,7 @@ def test_a_refused_mode_is_an_error_only_if_it_differs(shim, tmp_path, mode, fau
     root.mkdir()
     done = subprocess.run(
         ["sh", "-c", 'umask 022; exec "$@"', "sh", sys.executable, "-c", CHILD, str(root), mode],
-        env=fault_harness.environment(
+        env=preload.environment(
             shim, MLS_FAULT_ROOT=str(root), MLS_FAULT=f"mode:1:{fault}"
         ),
         capture_output=True, text=True, timeout=60,
