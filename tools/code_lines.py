@@ -47,7 +47,7 @@ CAPABILITIES = {
     "values beside tensors": r"_states|states_|optimizer|trainers|lightning|resume|training",
     "foreign files": r"convert|foreign|_files|_layouts|_sources|safetensors|/files|any_format",
     "state dicts": r"/state/|state_|_tensors|diff|load_into",
-    "attacks": r"tests/(faults|hostile|leaks|golden)",
+    "attacks": r"tests/(attacks|hostile|leaks|golden)",
     "checkpoints": r"checkpoint|sharding|crc32c",
     "commands": r"cli|command|plot|demo",
 }

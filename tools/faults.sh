@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # faults.sh PYTHON all|slice|store: saves under injected faults, power failures and failing
-# allocations (tests/faults).  The ordinary test run tries a few of each; `slice` takes up to a
+# allocations (tests/attacks).  The ordinary test run tries a few of each; `slice` takes up to a
 # minute; `all` fails every call of every kind, and kills training runs
 # (tests/integration/trainers); `store` disturbs the requests to an object store (tests/remote).
 set -euo pipefail
@@ -13,7 +13,7 @@ fi
     { echo "faults: needs Linux: the faults come from a preloaded library" >&2; exit 1; }
 export MLSTATE_FAULTS=$2
 # One test has many cases, so the whole matrix exceeds the usual time limit of a test.
-folders=tests/faults
-[ "$2" = slice ] || folders="tests/faults tests/integration/trainers"
+folders=tests/attacks
+[ "$2" = slice ] || folders="tests/attacks tests/integration/trainers"
 # shellcheck disable=SC2086
 "$python" -m pytest -q -m "" --timeout 3600 $folders ${PYTEST_ARGS:-}

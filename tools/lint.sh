@@ -4,7 +4,7 @@ set -uo pipefail
 python=$1
 mode=${2:-}
 bin=$(dirname "$python")
-c_files=$(find csrc include fuzz tests/core tests/faults examples -name '*.[ch]' | sort)
+c_files=$(find csrc include fuzz tests/core tests/attacks examples -name '*.[ch]' | sort)
 failed=0
 
 check() { # check TITLE COMMAND...

@@ -40,7 +40,7 @@ venv/bin/mlstate --version
 echo "mlstate demo: ok, $(wc -l <demo.log) lines"
 
 "${install[@]}" --target tools pytest pytest-timeout hypothesis
-chosen=(--ignore=tests/faults tests)
+chosen=(--ignore=tests/attacks tests)
 if [ "${2:-all}" = slice ]; then
     chosen=()
     for part in checkpoint cli_checkpoint core_module demo distributed fsdp transition plan schema state strategies; do

@@ -45,3 +45,5 @@ def pytest_terminal_summary(terminalreporter):
     """Print the number of injected faults by kind, as one test injects many."""
     for kind, count in sorted(COUNTS.items()):
         terminalreporter.write_line(f"{count:,} requests: {kind}")
+    if COUNTS:
+        terminalreporter.write_line(f"{sum(COUNTS.values()):,} requests in all")
