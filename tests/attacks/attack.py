@@ -7,7 +7,9 @@ answer is the number of points tried, and complaints. Modules are imported once,
 milliseconds.
 """
 
+import importlib.util
 import json
+import os
 import random
 import shutil
 import socket  # the lock names this machine; CPython cannot compile it without memory  # noqa: F401
@@ -59,6 +61,7 @@ ERRORS = {
 }
 ONWARD = [("pwrite", "ENOSPC"), ("write", "ENOSPC"), ("create", "ENOSPC"), ("change", "EIO"),
           ("mmap", "ENOMEM")]  # fmt: skip
+ALLOCATORS = ("mlstate/_core.", "_multiarray_umath.")
 KILLS = ["kill-before", "kill-after", "kill-half"]
 
 
@@ -84,22 +87,32 @@ def faults(bench):
                  for n in range(1, counts[call] + 1) for how in errors]
                 for call, errors, onward in kinds
             ]  # fmt: skip
-    is_heavy = bench.operation.is_heavy
-    return try_points(bench, groups, amount(3 if is_heavy else 8, 50 if is_heavy else 150))
+    is_short = bench.operation.is_heavy or bench.operation.reads
+    return try_points(bench, groups, amount(3 if is_short else 8, 50 if is_short else 150))
 
 
 def memory(bench):
-    """An allocation of the library, or the start of a thread, fails."""
-    groups = [
-        [(f"{call}:{n}:{how}", rank, "old") for n in range(1, counts[call] + 1)]
-        for rank, counts in enumerate(bench.counts())
-        for call, how in (("memory", "ENOMEM"), ("thread", "EAGAIN"))
-    ]
-    return try_points(bench, groups, amount(2 if bench.operation.is_heavy else 4, 20))
+    """An allocation of the library, of NumPy or of Python fails, or the start of a thread."""
+    is_heavy = bench.operation.is_heavy
+    tried, complaints = (0, []) if is_heavy or bench.operation.ranks > 1 else python(bench)
+    for allocator in ALLOCATORS:
+        os.environ["MLS_ALLOC_OBJECT"] = allocator
+        bench.counted.clear()
+        groups = [
+            [(f"{call}:{n}:{how}", rank, "old") for n in range(1, counts[call] + 1)]
+            for rank, counts in enumerate(bench.counts())
+            for call, how in (("memory", "ENOMEM"), ("thread", "EAGAIN"))
+        ]
+        done, texts = try_points(bench, groups, amount(2 if is_heavy else 3, 20))
+        tried += done
+        complaints += [f"{allocator} {text}" for text in texts]
+    return tried, complaints
 
 
 def python(bench):
     """One of Python's own allocations fails."""
+    if importlib.util.find_spec("_testcapi") is None:
+        return 0, []
     numbers = amount((0, 7, 30), range(0, 200, 20), range(400))
     if bench.operation.seeded:
         numbers = range(3000)

@@ -37,8 +37,8 @@ def alloc_shim(tmp_path_factory):
 def attack(tmp_path):
     """A function that attacks an operation, and returns complaints."""
 
-    def run(operation, name, *arguments, library, **settings):
-        with contextlib.closing(Attacker(operation, tmp_path, library, **settings)) as attacker:
+    def run(operation, name, *arguments, library):
+        with contextlib.closing(Attacker(operation, tmp_path, library)) as attacker:
             tried, complaints = attacker.attack(name, *arguments)
         TRIED[name] += tried
         return [f"{operation}, {text}" for text in complaints]

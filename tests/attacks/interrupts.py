@@ -205,8 +205,7 @@ def try_storms(bench, count, seconds):
 def main(name, lines, signals, storm):
     """Print the result as JSON."""
     bench = Bench(operations.find(name))
-    if lines != "none":
-        try_lines(bench, int(lines))
+    try_lines(bench, int(lines))
     seconds = min(bench.try_once("no signal", time_call) for _ in range(5))
     try_signals(bench, int(signals), seconds)
     try_storms(bench, int(storm), seconds)

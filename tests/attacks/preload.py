@@ -53,13 +53,13 @@ def environment(library, **more):
 class Attacker:
     """A process that has prepared one operation, and attacks it on request."""
 
-    def __init__(self, operation, folder, library, **settings):
+    def __init__(self, operation, folder, library):
         self.errors = folder / "errors.txt"
         with self.errors.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-X", "faulthandler", str(HERE / "attack.py"), operation, folder],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env=environment(library, MLS_FAULT_SYNC="no", **settings),
+                env=environment(library, MLS_FAULT_SYNC="no", MLS_ALLOC_OBJECT="mlstate/_core."),
             )  # fmt: skip
 
     def attack(self, name, *arguments):

@@ -7,7 +7,6 @@ leaves no unused files.
 
 import operations
 import pytest
-from amounts import amount
 from needs import needs
 
 ALL = [each for each in operations.ALL if each.forks and not each.seeded]
@@ -42,28 +41,10 @@ def test_a_power_failure_leaves_old_or_new_content(attack, shim, operation):
     complain(attack(operation, "power", library=shim))
 
 
-# In the ordinary test run NumPy's and Python's allocations fail in a third of the operations.
-SOME = ALL[:: amount(3, 1, 1)]
-ALLOCATORS = [
-    pytest.param(case.values[0], allocator, marks=case.marks, id=f"{case.values[0]}-{allocator}")
-    for allocator, chosen in (("mlstate/_core.", ALL), ("_multiarray_umath.", SOME))
-    for case in cases(chosen)
-]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("operation", "allocator"), ALLOCATORS)
-def test_a_failing_allocation_loses_nothing(attack, alloc_shim, operation, allocator):
-    complain(attack(operation, "memory", library=alloc_shim, MLS_ALLOC_OBJECT=allocator))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "operation", cases(each for each in SOME if each.ranks == 1 and not each.is_heavy)
-)
-def test_a_failing_allocation_of_python_loses_nothing(attack, alloc_shim, operation):
-    pytest.importorskip("_testcapi", reason="CPython's own hooks are not installed")
-    complain(attack(operation, "python", library=alloc_shim))
+@pytest.mark.parametrize("operation", cases(ALL))
+def test_a_failing_allocation_loses_nothing(attack, alloc_shim, operation):
+    complain(attack(operation, "memory", library=alloc_shim))
 
 
 HISTORIES = [(each.name, name) for each in operations.ALL for name in each.seeded]

@@ -6,6 +6,7 @@ import pytest
 import mlstate
 
 
+@pytest.mark.filterwarnings("ignore:keep=2 deletes steps")
 @pytest.mark.parametrize(("name", "most"), [("sparse", 1), ("incremental", 3), ("compressed", 3)])
 def test_saves_store_overlays(tmp_path, name, most):
     operation = operations.find(name)
