@@ -1,4 +1,4 @@
-"""Make an operation's call under a fault, in forked processes, and judge what it leaves."""
+"""Make an operation's call under a fault, in forked processes, and judge the folder."""
 
 import errno
 import os
@@ -34,9 +34,12 @@ class End:
 
     def __init__(self, notes, status):
         self.notes, self.status = notes, status
-        found = {name: values for name, *values in notes}
-        self.returned, self.result = "returned" in found, found.get("returned", [None])[0]
-        self.counts, self.hits, self.warned = found.get("end", ({}, 0, []))
+        values_by_name = {name: values for name, *values in notes}
+        self.returned, self.result = (
+            "returned" in values_by_name,
+            values_by_name.get("returned", [None])[0],
+        )
+        self.counts, self.hits, self.warned = values_by_name.get("end", ({}, 0, []))
         self.raised = [values for name, *values in notes if name == "raised"]
 
     def __repr__(self):
@@ -155,13 +158,13 @@ class Bench:
         return self.complaints_of(partial(self.judge_folder, allowed, start, may_leave, goes_on))
 
     def complaints_of(self, act):
-        """Call `act(report)` in a process of its own; return the complaints that it reports."""
+        """Call `act(report)` in a new process; return the complaints that it reports."""
         reports, status = wait_for(*start_child(act), 60)
         complaints = [text for name, *texts in reports if name == "complaint" for text in texts]
         return complaints + ([] if status == 0 else [f"the judge ended with {status}: {reports}"])
 
     def judge_folder(self, allowed, start, may_leave, goes_on, report):
-        """Report complaints; in a process of its own."""
+        """Report complaints; runs in a new process."""
         operation = self.operation
         operation.renew()
         try:

@@ -70,7 +70,7 @@ class Bench:
         assert not self.complaints, self.complaints
 
     def try_once(self, label, call, start="old"):
-        """Interrupt a call, and judge what it leaves; return the result of `call`."""
+        """Interrupt a call, and judge the outcome; return the result of `call`."""
         folder, result = self.root / "work", None
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.root / start, folder)

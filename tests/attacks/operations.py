@@ -262,7 +262,7 @@ class Export(Operation):
     """Export a Hugging Face folder, with other files."""
 
     name = "export"
-    errors: ClassVar = (errno.EISDIR,)  # if the system does not say that a file is one
+    errors: ClassVar = (errno.EISDIR,)  # if `stat` fails
     harmless: ClassVar = {**SaveCheckpoint.harmless, "close": "the file was synced before"}
 
     def prepare(self, folder):

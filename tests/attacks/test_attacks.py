@@ -43,7 +43,7 @@ def test_a_power_failure_leaves_old_or_new_content(attack, shim, operation):
 
 @pytest.mark.long
 @pytest.mark.parametrize("operation", cases(ALL))
-def test_a_failing_allocation_loses_nothing(attack, alloc_shim, operation):
+def test_failing_allocations_leave_old_or_new_content(attack, alloc_shim, operation):
     complain(attack(operation, "memory", library=alloc_shim))
 
 

@@ -1,4 +1,4 @@
-"""The operations are what their names say."""
+"""The saves with overlays store them."""
 
 import operations
 import pytest
