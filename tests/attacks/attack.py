@@ -121,16 +121,18 @@ def python(bench):
 
 def lines(bench):
     """Ctrl-C at a line of mlstate; interrupts.py also counts the resources."""
-    injected = Injected(0, KeyboardInterrupt)
-    bench.restore()
+    groups = []
+    for call, files in (("line", ".py"), ("part", bench.operation.part)):
+        bench.restore()
 
-    def count(report):
-        injected(partial(bench.operation.call, bench.root))
-        report(injected.count)
+        def count(report, files=files):
+            injected = Injected(0, KeyboardInterrupt, files)
+            injected(partial(bench.operation.call, bench.root))
+            report(injected.count)
 
-    ((number,),), _ = wait_for(*start_child(count))
-    points = [(f"line:{n}:KeyboardInterrupt", 0, "old") for n in range(1, number + 1)]
-    return try_points(bench, [points], amount(8, 100))
+        ((number,),), _ = wait_for(*start_child(count))
+        groups.append([(f"{call}:{n}:KeyboardInterrupt", 0, "old") for n in range(1, number + 1)])
+    return try_points(bench, groups, amount(8, 100))
 
 
 def fault(bench, text):

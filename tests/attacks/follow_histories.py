@@ -115,6 +115,8 @@ class FollowOperation(Operation):
     """A folder with versions, and followers of them; the seed is the history."""
 
     may_go_on = True
+    points_of_seed = 4
+    part = ("_follower.py", "_delta.py", "_publisher.py", "_version.py")
 
     def make_states(self):
         warnings.simplefilter("ignore")
@@ -530,6 +532,7 @@ def wrong(operation, name, *defect):
     """An operation whose process has a defect."""
     operation = type(operation)()
     operation.name = name
+    operation.seeded = dict.fromkeys(("faults", "lines"), (60, 60, 60))
     make_states = operation.make_states
 
     def make_defect():

@@ -70,10 +70,11 @@ class Operation:
     may_go_on = False  # may return after a failed call, if the outcome is right
     in_memory = False  # changes an object, which only the process of the call can judge
     forks = True  # may run in a forked process
-    errors: ClassVar = ()  # further error numbers of a StoreError
+    errors: ClassVar = ()  # further exceptions, or error numbers of a StoreError
     hint = "lock"  # name of a file whose content is only a hint
     seeded: ClassVar = {}  # attacks of many histories, one for each seed; their numbers of points
     points_of_seed = 12
+    part = ()  # ends of the files that change an object: half of the interrupts are in them
     own_attacks: ClassVar = {}  # by name, of this operation only
     after_power = False  # whether the outcome is that after a power failure
     notes: ClassVar = ()  # what `note` got until a fault, for `outcome`

@@ -211,7 +211,8 @@ class Reshard(Operation):
     """Replace a checkpoint by one that is cut for two ranks."""
 
     name = "reshard"
-    harmless = SaveCheckpoint.harmless
+    harmless = MoveTiers.harmless
+    errors: ClassVar = ("FormatError",)  # of a header that cannot be read
     folder = "cut"
 
     def prepare(self, folder):

@@ -16,8 +16,8 @@ ERRORS = (MemoryError, KeyboardInterrupt)
 def statements(file):
     """Return the last line of each `with` block by the lines of its head, and the lines of `try`.
 
-    The tracer is called between a block and its `__exit__`, and no signal handler runs there. The line
-    of a `try` has no instruction that can raise, so a `with` around it would not end.
+    The tracer is called between a block and its `__exit__`, and no signal handler runs there.
+    The line of a `try` has no instruction that can raise, so a `with` around it would not end.
     """
     blocks, tries = {}, set()
     for node in ast.walk(ast.parse(pathlib.Path(file).read_text(encoding="utf-8"))):
