@@ -425,6 +425,8 @@ class Group(Operation):
     """Asynchronous operations of a group."""
 
     name = "group"
+    errors: ClassVar = ("StoreError",)  # of shared memory
+    is_heavy = True  # a thread of Python that starts without memory may hang
     reads = may_go_on = in_memory = True
 
     def renew(self):
@@ -452,6 +454,7 @@ class Reductions(Operation):
     """Gradients that are reduced in a backward pass and without one."""
 
     name = "reductions"
+    errors: ClassVar = ("CollectiveError",)  # names the gradient
     reads = may_go_on = in_memory = True
 
     def renew(self):
@@ -488,6 +491,7 @@ class Change(Operation):
     """A change in place: the object keeps its content, or is empty, and can be changed again."""
 
     in_memory = True
+    errors: ClassVar = ("MLStateError",)  # names the state that is kept
     rounds = 50
 
     def __init__(self, case, needs=()):
