@@ -124,7 +124,8 @@ def main() -> None:
         message = message_of(lambda: answer_of(function, group))
         if message[0] != "result":
             group.abort()  # so that no rank waits for this one
-        group.close()
+        with contextlib.suppress(MPI.Exception):  # MPICH keeps one with unmatched messages
+            group.close()
         pipe.send_bytes(encode_message(message))
 
 
