@@ -27,6 +27,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # of optimizers
+    "pytest",  # of most functions
     "mlstate.integrations.torch",
 ]
 
