@@ -6,7 +6,6 @@ scenario: its name, the rank, the result or the error, the host.
 """
 
 import hashlib
-import importlib
 import json
 import socket
 import sys
@@ -14,21 +13,16 @@ import time
 import traceback
 import warnings
 
-import collect_ranks
-import hook_ranks
+import group_scenarios
 import numpy as np
-from group_model import inputs, reduced, same_bits
+from group_model import Scenarios, inputs, reduced, same_bits
 
 from mlstate import CollectiveError
 
 LARGE = 3 << 20  # elements of float32 from each rank
 
-SCENARIOS = {}
-
-
-def scenario(function):
-    SCENARIOS[function.__name__] = function
-    return function
+SCENARIOS = Scenarios(group_scenarios.SCENARIOS)
+scenario = SCENARIOS.add
 
 
 @scenario
@@ -40,11 +34,6 @@ def large_sums(group):
     expected = reduced(everyones, "sum")[group.rank * length :][:length]
     same_bits(part, expected)
     return hashlib.sha256(part.tobytes()).hexdigest()
-
-
-@scenario
-def states_are_collected(group):
-    return collect_ranks.collect(group)
 
 
 @scenario
@@ -61,14 +50,6 @@ def a_cut_cable_is_an_error(group):
             assert time.monotonic() - began < 15
             return str(error)
     raise AssertionError("nobody cut the cable")
-
-
-def function_of(name):
-    """The function of a scenario; general scenarios of groups are shared with other tests."""
-    if name in SCENARIOS:
-        return SCENARIOS[name]
-    module = hook_ranks if hasattr(hook_ranks, name) else importlib.import_module("group_scenarios")
-    return getattr(module, name)
 
 
 def report(name, rank, outcome):
@@ -103,9 +84,12 @@ def over_mpi(*names):
 
 
 def perform(group, names):
+    import fsdp_torch_ranks
+
+    scenarios = SCENARIOS | fsdp_torch_ranks.SCENARIOS
     for name in names:
         try:
-            outcome = function_of(name)(group) or "ok"
+            outcome = scenarios[name](group) or "ok"
         except BaseException:
             outcome = traceback.format_exc()
         report(name, group.rank, outcome)

@@ -1,6 +1,9 @@
 """Operations that every engine's group supports; its ranks are processes or threads."""
 
+import itertools
+
 import numpy as np
+from gradient_model import check_parts, gradients_of, units_of
 from group_model import (
     FLOATS,
     INTEGERS,
@@ -18,7 +21,10 @@ from group_model import (
 from thread_team import run_in_threads
 
 from mlstate import CompatibilityError
+from mlstate.checkpoint import Layout, Shard
 from mlstate.collectives import Work
+from mlstate.distributed import DistributedStateCollector
+from mlstate.fsdp import FSDP, FSDPBackwardHook
 
 SCENARIOS = Scenarios()
 scenario = SCENARIOS.add
@@ -235,7 +241,6 @@ def invalid_arguments_fail_before_sending(group):
 @scenario
 def checkpoints_are_saved_and_loaded_by_all(group):
     from mlstate import load, save
-    from mlstate.checkpoint import Layout
 
     world, rank = group.world_size, group.rank
     folder = shared_folder(group)
@@ -246,3 +251,40 @@ def checkpoints_are_saved_and_loaded_by_all(group):
     rows = load(path, group=group, layout="rows").model["w"]
     same_bits(rows, Layout.rows(world).take(array, rank))
     remove_folder(group, folder)
+
+
+@scenario
+def states_are_gathered_and_sent_back(group):
+    world, rank, root = group.world_size, group.rank, group.world_size - 1
+    collector = DistributedStateCollector(group)
+    array = np.arange(35_000, dtype=np.float32).reshape(50, 700)
+    for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
+        state = {"w": layout.shard(array, rank), "b": np.ones(4)}
+        full = collector.gather_full_state(state, root=root, max_bytes=10_000)
+        assert (full is not None) == (rank == root)
+        if full is not None:
+            same_bits(full["w"], array)
+        part = np.zeros(layout.shape(array.shape, rank), np.float32)
+        target = {"w": Shard(part, layout, rank, shape=array.shape), "b": np.zeros(4)}
+        collector.broadcast_state(target, source=full, root=root, max_bytes=10_000)
+        assert np.array_equal(part, layout.take(array, rank))
+        assert target["b"].all()
+    differing = {"w": np.full(3, float(rank == root))}
+    text = f"w: the elements on rank {root} differ"
+    raises(CompatibilityError, text, collector.gather_full_state, differing)
+
+
+@scenario
+def scattered_gradients_are_sums_in_the_order_of_ranks(group):
+    # empty, fewer elements than ranks, uneven rows, more than one message
+    shapes = {"empty": (0, 4), "scale": (), "bias": (2,), "rows": (7, 5), "large": (70, 301)}
+    ways = [{}, {"op": "mean"}, {"reduce_dtype": "float32"}, {"op": "max"}]
+    for dtype in ("float32", "bfloat16"):
+        gradients = gradients_of(group.rank, shapes, dtype)
+        for layout, way in itertools.product(("flat", "rows"), ways):
+            units = units_of(group.rank, shapes, dtype, layout)
+            bucket_bytes = 4000 if "op" in way else 0 if way else 25 << 20
+            FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes, **way)).scatter_multiple(
+                units, gradients
+            )
+            check_parts(units, group.world_size, shapes, dtype, layout, **way)

@@ -1,47 +1,34 @@
-"""The ranks of test_mpi.py.
-
-Scenarios for every kind of group are in group_scenarios.py and hook_ranks.py, those for MPI alone
-are here.
-"""
+"""The ranks of test_mpi.py: scenarios for MPI alone. Others are in group_scenarios.py."""
 
 import contextlib
-import importlib
 import os
 import time
 import traceback
 
 import numpy as np
 from group_model import Scenarios, as_tensor, inputs, raises, reduced, same_bits
-from mpi4py import MPI
+from group_scenarios import SCENARIOS
 from traced_memory import traced
 
 from mlstate import CollectiveError
 from mlstate.collectives import ProcessGroup, Work
 from mlstate.integrations.mpi import MPIGroup
 
-# Scenarios for groups of processes of any engine.
-SHARED = [
-    "reductions_have_the_bits_of_sums_in_the_order_of_ranks",
-    "nan_wins",
-    "rows_are_scattered_and_gathered",
-    "any_bytes_travel",
-    "rows_go_to_each_rank",
-    "tensors_stay_tensors",
-    "out_is_filled_in_place",
-    "bytes_of_any_length_are_gathered",
-    "async_operations_keep_their_order",
-    "several_threads_use_one_group",
-    "invalid_arguments_fail_before_sending",
-    "checkpoints_are_saved_and_loaded_by_all",
-]
-# Scenarios of gradient buckets on any engine: see hook_ranks.py.
-HOOKS = [
-    "scattered_gradients_are_sums_in_the_order_of_ranks",
-    "hooks_of_a_model_scatter_sums_in_the_order_of_ranks",
-    "a_wrong_gradient_is_named_on_every_rank",
-]
+if "MPI4PY_LIBMPI" in os.environ:  # in a rank; the test needs only the names of the scenarios
+    from mpi4py import MPI
+
 OWN = Scenarios()
 scenario = OWN.add
+FAILURES = Scenarios()
+failure = FAILURES.add
+# Hooks of torch models; their gradients are exchanged as messages.
+HOOKS = [
+    "a_tied_transformer_with_frozen_parameters",
+    "a_model_in_bfloat16",
+    "unused_parameters_are_named_or_zero",
+    "a_gradient_that_is_not_finite_is_named",
+    "another_dtype_on_one_rank_is_named",
+]
 
 
 @scenario
@@ -170,9 +157,6 @@ def closed_group_raises(group):
     group.barrier()  # the caller's communicator still exists
 
 
-WORKING = [*SHARED, *HOOKS, *OWN]
-
-
 # ---- failures: each breaks its own group ----
 
 
@@ -184,7 +168,7 @@ def await_the_end(group):
         time.sleep(0.001)
 
 
-@scenario
+@failure
 def a_rank_that_does_not_come_is_named(group):
     last = group.world_size - 1
     if group.rank != last:
@@ -204,14 +188,22 @@ def a_rank_that_does_not_come_is_named(group):
         raises(CollectiveError, "gave up in all_reduce", list, twice)
 
 
-@scenario
+@failure
 def a_backward_pass_without_a_rank_names_it(group):
-    from hook_ranks import missing_backward_pass_of_one_rank_is_reported
+    from fsdp_torch_ranks import hooked, layers, square_of
 
-    missing_backward_pass_of_one_rank_is_reported(group, await_the_end)
+    last = group.world_size - 1
+    model = layers()
+    units, _ = hooked(group, model, timeout=1.0)
+    if group.rank != last:
+        text = str(raises(CollectiveError, "", square_of(model, group.rank).backward))
+        assert f"nothing more came from rank {last}" in text or "gave up in" in text, text
+        assert all(unit.local_gradient is None for unit in units.values())
+        raises(CollectiveError, "broken by", group.barrier)
+    await_the_end(group)
 
 
-@scenario
+@failure
 def an_async_operation_times_out_too(group):
     if group.rank == 0:
         work = group.gather_bytes(b"x", async_op=True, timeout=0.5)
@@ -222,7 +214,7 @@ def an_async_operation_times_out_too(group):
     await_the_end(group)
 
 
-@scenario
+@failure
 def group_timeout_applies_to_its_operations(group):
     impatient = MPIGroup(timeout=0.3)
     if group.rank == 0:
@@ -230,7 +222,7 @@ def group_timeout_applies_to_its_operations(group):
     await_the_end(group)
 
 
-@scenario
+@failure
 def calls_that_do_not_go_together_fail_on_every_rank(group):
     last = group.rank == group.world_size - 1
     ones = np.ones
@@ -251,7 +243,7 @@ def calls_that_do_not_go_together_fail_on_every_rank(group):
         group.barrier()
 
 
-@scenario
+@failure
 def abort_ends_waiting_operations_everywhere(group):
     if group.rank == 0:
         work = group.all_gather(np.zeros(3), async_op=True)
@@ -269,7 +261,7 @@ def abort_ends_waiting_operations_everywhere(group):
     await_the_end(group)
 
 
-@scenario
+@failure
 def partial_failure_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
     from mlstate.collectives import _link
@@ -288,7 +280,7 @@ def partial_failure_breaks_the_group(group):
     await_the_end(group)
 
 
-@scenario
+@failure
 def a_key_that_is_pressed_ends_the_wait(group):
     import signal
     import threading
@@ -303,7 +295,7 @@ def a_key_that_is_pressed_ends_the_wait(group):
     await_the_end(group)
 
 
-@scenario
+@failure
 def a_group_that_others_do_not_make_is_a_timeout(group):
     alone = MPI.COMM_WORLD.Dup()
     if group.rank == 0:
@@ -311,7 +303,6 @@ def a_group_that_others_do_not_make_is_a_timeout(group):
     await_the_end(group)
 
 
-@scenario
 def with_fewer_threads_operations_are_done_at_once(group):
     """Below MPI_THREAD_MULTIPLE an operation runs in the caller's thread, before it returns."""
     import threading
@@ -343,21 +334,18 @@ def with_fewer_threads_operations_are_done_at_once(group):
     await_the_end(group)
 
 
-def function_of(name):
-    """The function of a scenario."""
-    if name in OWN:
-        return OWN[name]
-    module = importlib.import_module("hook_ranks" if name in HOOKS else "group_scenarios")
-    return getattr(module, name)
-
-
 def outcomes(world_group, names):
     """Run scenarios as one rank; return "ok" or the error of each. A failure has its own group."""
+    functions = {**SCENARIOS, **OWN, **FAILURES}
+    if set(names) & set(HOOKS):
+        import fsdp_torch_ranks
+
+        functions |= fsdp_torch_ranks.SCENARIOS
     done = {}
     for name in names:
-        group = world_group if name in WORKING else MPIGroup(timeout=100)
+        group = MPIGroup(timeout=100) if name in FAILURES else world_group
         try:
-            function_of(name)(group)
+            functions[name](group)
             done[name] = "ok"
         except Exception:
             done[name] = traceback.format_exc()
