@@ -90,33 +90,24 @@ def run_doctest(block, where, namespace):
 
 def run_script(words):
     """The output of a script, run in its own process by the page's command."""
-    package = str(Path(mlstate.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if words[:2] == ["torchrun", "--nproc-per-node"]:
-        return run_ranks(int(words[2]), words[3], words[4:], os.environ | variables)
+        return run_ranks(int(words[2]), words[3], words[4:])
+    variables = child.PATHS | {"OMP_NUM_THREADS": "1"}
     process = child.finished([sys.executable, *words[1:]], timeout=200, **variables)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
-def run_ranks(world, program, arguments, environment):
+def run_ranks(world, program, arguments):
     """The output of each rank of a job in turn, with the variables that torchrun sets."""
     with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    variables = [
-        {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        for rank in range(world)
-    ]
-    environment = environment | {"MASTER_ADDR": "localhost"}
-    modules = forked.TORCH + forked.OPTIMIZERS
-    ranks = forked.run(
-        Path(program).absolute(), [arguments] * world, environment, 200, modules, variables
-    )
-    for status, _, err in ranks:
+        job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+    job |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    results = forked.run(Path(program).absolute(), *((arguments, rank) for rank in ranks))
+    for status, _, err in results:
         assert status == 0, err
-    return "".join(out for _, out, _ in ranks)
+    return "".join(out for _, out, _ in results)
 
 
 def run_commands(block, where, capsys):

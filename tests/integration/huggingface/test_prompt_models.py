@@ -1,9 +1,7 @@
 """Models of transformers continue from a stored prompt with the bits of the live cache."""
 
 import copy
-import os
 
-import child
 import forked
 import pytest
 from needs import needs
@@ -71,8 +69,6 @@ def test_a_restored_cache_gives_the_logits_of_the_live_one(model, store, stored,
     assert torch.equal(continued(model, other, 70), continued(model, live, 70))
 
 
-# shared by the processes
-MODULES = ("torch", "transformers.modeling_utils", "transformers.generation.utils", "cache_models")
 PROGRAM = """
 import os, signal, sys
 import torch
@@ -104,10 +100,9 @@ os.kill(os.getpid(), signal.SIGKILL)  # all stores are open
 def test_a_killed_process_starts_again_without_a_prefill(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment, outputs = os.environ | child.PATHS, []
+    outputs = []
     for turn in ("first", "second"):
-        arguments = [tmp_path, turn]
-        [(status, out, err)] = forked.run(program, [arguments], environment, 240, MODULES)
+        [(status, out, err)] = forked.run(program, ([tmp_path, turn], {}))
         assert status == -9, err
         outputs.append(out)
     assert outputs[0] == outputs[1] and outputs[0].count("[[") == len(MODELS)
