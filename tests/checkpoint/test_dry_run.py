@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 from moe_model import Moe, Simulated
-from rank_threads import run_ranks
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard, inspect, plan_load, plan_save
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.checkpoint._store.open_path import open_files
 from mlstate.errors import TensorNotFoundError
+from mlstate.testing import run_ranks
 
 WORLDS = (64, 256, 1024, 4096)
 BOTH = Layout([(0, 2), (1, 3)])
@@ -32,7 +32,7 @@ def states(rank, world=6):
 def six(tmp_path_factory):
     """A checkpoint saved by six ranks."""
     path = str(tmp_path_factory.mktemp("six") / "ckpt")
-    run_ranks(lambda group: mlstate.save(path, *states(group.rank), group=group), 6)
+    run_ranks(6, lambda group: mlstate.save(path, *states(group.rank), group=group))
     return path
 
 
@@ -160,7 +160,7 @@ def test_old_files_of_all_ranks_are_deleted_by_each(tmp_path):
             model["x"] = layout.shard(np.full((12, 4), changed), group.rank)
             mlstate.save(str(path), model, group=group, pack_below_bytes=0)
 
-        assert run_ranks(save, world) == [None] * world
+        run_ranks(world, save)
         report = mlstate.verify(path)
         assert report and not report.leftover
         assert len(list((path / "index").iterdir())) == world

@@ -14,12 +14,12 @@ import child
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard, same
-from rank_threads import run_local
 from thread_team import run_in_threads
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, plan_load, prune, save_async
 from mlstate.checkpoint._store.open_path import RootPath, open_files
+from mlstate.testing import run_ranks
 
 
 def state(step, large=False):
@@ -169,7 +169,7 @@ def test_ranks_together_choose_again_if_the_best_step_is_deleted(tmp_path, monke
 
     choose_root = open_source.choose_root
     monkeypatch.setattr(open_source, "choose_root", choose)
-    assert run_local(load) == [(2, {"step": 2})] * 2
+    assert run_ranks(2, load) == [(2, {"step": 2})] * 2
 
 
 def test_the_only_step_of_a_folder_can_be_the_best(tmp_path):

@@ -10,10 +10,10 @@ from datetime import timedelta
 import child
 import numpy as np
 import pytest
-from rank_threads import run_ranks
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager
+from mlstate.testing import run_ranks
 
 
 def save_all(manager, losses, start=0):
@@ -198,7 +198,7 @@ def test_all_ranks_save_if_one_must(tmp_path):
         manager = CheckpointManager(tmp_path, save_interval_steps=10 + group.rank)
         return [step for step in (1, 10, 11, 12) if manager.should_save(step, group=group)]
 
-    assert run_ranks(ask) == [[10, 11], [10, 11]]
+    assert run_ranks(2, ask) == [[10, 11], [10, 11]]
 
 
 def test_a_signal_asks_for_a_last_save(tmp_path):
@@ -291,5 +291,5 @@ def test_only_one_rank_warns(tmp_path):
         return True
 
     with pytest.warns(UserWarning) as caught:
-        run_ranks(save)
+        run_ranks(2, save)
     assert len(caught) == 1 and mlstate.verify(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import mlstate
 from mlstate import CompatibilityError
 from mlstate.checkpoint._states.containers import equal_values, walk
+from mlstate.testing import run_ranks
 
 NAN = float("nan")
 
@@ -219,8 +220,6 @@ def test_a_pattern_matches_no_part_of_a_generator(tmp_path):
 
 
 def test_a_pattern_must_match_on_any_rank(tmp_path):
-    from rank_threads import run_ranks
-
     states = [{"x": {"a": 1, "b": 2}}, {"x": {"a": 1}}, {"x": {"c": 3}}]
     excludes = [["x.b", "x.c"], ["x.c", "x.b", "x.b"], ("x.b", "x.c")]
 
@@ -228,7 +227,7 @@ def test_a_pattern_must_match_on_any_rank(tmp_path):
         exclude = excludes[group.rank]
         mlstate.save(tmp_path / "c", states=states[group.rank], exclude=exclude, group=group)
 
-    run_ranks(save, 3)
+    run_ranks(3, save)
     assert mlstate.load(tmp_path / "c").states["x"] == [{"a": 1}, {"a": 1}, {}]
 
 
@@ -242,8 +241,6 @@ def test_a_pattern_must_match_on_any_rank(tmp_path):
 )
 @pytest.mark.parametrize("save", [mlstate.save, mlstate.checkpoint.save_async])
 def test_all_ranks_refuse_unused_or_different_patterns(tmp_path, excludes, text, save):
-    from rank_threads import run_ranks
-
     def refused(group):
         with pytest.raises(ValueError, match=text) as caught:
             options = {"states": {"x": {"a": 1, "b": 2}}, "exclude": excludes[group.rank]}
@@ -252,7 +249,7 @@ def test_all_ranks_refuse_unused_or_different_patterns(tmp_path, excludes, text,
                 handle.wait()
         return str(caught.value)
 
-    assert len(set(run_ranks(refused, 2))) == 1
+    assert len(set(run_ranks(2, refused))) == 1
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
@@ -269,13 +266,11 @@ def test_newer_forms_alone_raise_the_version(tmp_path, value):
 
 
 def test_a_newer_form_on_one_rank_raises_the_version(tmp_path):
-    from rank_threads import run_ranks
-
     def save(group):
         value = {0.5: 1} if group.rank else {"a": 1}
         mlstate.save(tmp_path / "c", states={"x": value}, group=group)
 
-    assert run_ranks(save) == [None, None]
+    run_ranks(2, save)
     assert version_of(tmp_path / "c") == 3
     assert mlstate.load(tmp_path / "c").states["x"] == [{"a": 1}, {0.5: 1}]
 

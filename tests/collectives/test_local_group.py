@@ -18,8 +18,8 @@ from group_model import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_threads import run_local, run_ranks
-from thread_team import num_threads, without_errors
+from rank_threads import outcomes
+from thread_team import num_threads
 from traced_memory import traced
 from tries import tries
 
@@ -27,16 +27,12 @@ from mlstate import CollectiveError, CompatibilityError, FormatError
 from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.collectives import LocalGroup, ProcessGroup, SingleGroup
 from mlstate.collectives._consensus import agree
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
 
 SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine needs
 RING_BYTES = 4 << 20  # larger than the memory that the ranks share
-
-
-def ranks(function, world):
-    """The result of each rank; raises if a rank raised."""
-    return without_errors(run_local(function, world, timeout=SECONDS))
 
 
 def divided(length, world, seed):
@@ -63,7 +59,7 @@ def test_broadcast_does_not_write_at_the_root(length, tmp_path):
             return None
         return group.broadcast(np.empty(length, np.float32), root=1)
 
-    received = ranks(work, 2)[0]
+    received = run_ranks(2, work)[0]
     assert np.array_equal(received, np.arange(length, dtype=np.float32))
 
 
@@ -73,7 +69,7 @@ def test_scenarios_of_every_engine(name, world):
     pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
     if name == "tensors_stay_tensors":
         pytest.importorskip("torch", reason="tensors are torch's")
-    ranks(group_scenarios.SCENARIOS[name], world)
+    run_ranks(world, group_scenarios.SCENARIOS[name])
 
 
 def test_sums_that_the_core_does_not_round_are_refused_by_all():
@@ -90,7 +86,7 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
             raises(CompatibilityError, text, group.all_reduce, np.zeros(2, "g"))
         return str(caught)
 
-    assert len(set(ranks(work, 2))) == 1
+    assert len(set(run_ranks(2, work))) == 1
 
 
 @pytest.mark.parametrize("dtype", sorted(PACKED))
@@ -104,7 +100,7 @@ def test_packed_floats_travel_but_have_no_sum(dtype):
                 CompatibilityError, f"not defined for dtype {dtype}", group.all_reduce, array, op=op
             )
 
-    ranks(work, 2)
+    run_ranks(2, work)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -136,7 +132,7 @@ def test_sums_are_bit_reproducible(dtype):
     for count in (1, 3):
         with num_threads(count):
             for way in (whole, pieces, scattered, from_a_thread):
-                for total in ranks(way, world):
+                for total in run_ranks(world, way):
                     same_bits(total, expected)
 
 
@@ -255,7 +251,7 @@ def test_random_call_series_match_numpy(drawn):
             if call["name"] != "broadcast":
                 same_bits(contribution.copy(), before)
 
-    ranks(work, world)
+    run_ranks(world, work)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -275,7 +271,7 @@ def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
         text = bytes([group.rank]) * RING_BYTES
         assert group.gather_bytes(text) == [bytes([r]) * RING_BYTES for r in range(world)]
 
-    ranks(work, world)
+    run_ranks(world, work)
 
 
 def test_packed_arrays_are_not_copied():
@@ -291,7 +287,7 @@ def test_packed_arrays_are_not_copied():
         group.all_reduce(outs[group.rank], op="max", out=outs[group.rank])
 
     with traced() as trace:
-        ranks(work, 2)
+        run_ranks(2, work)
     assert trace.peak < size // 2
 
 
@@ -365,7 +361,7 @@ def test_arrays_of_async_operations_are_let_go():
             time.sleep(0.01)
         return False
 
-    assert ranks(work, 2) == [True, True]
+    assert run_ranks(2, work) == [True, True]
 
 
 # ---- arguments ----
@@ -406,7 +402,7 @@ def test_the_class_is_not_called():
 
 
 def test_maximum_number_of_ranks():
-    sums = ranks(lambda group: int(group.all_reduce(np.array(group.rank))), 64)
+    sums = run_ranks(64, lambda group: int(group.all_reduce(np.array(group.rank))))
     assert sums == [sum(range(64))] * 64
 
 
@@ -478,7 +474,7 @@ def test_calls_that_do_not_go_together_are_named_and_the_group_lives_on(name, od
         alive = group.all_reduce(np.full(3, group.rank)).tolist()
         return str(caught), caught.rank, alive
 
-    for rank, (text, blamed, alive) in enumerate(ranks(work, 3)):
+    for rank, (text, blamed, alive) in enumerate(run_ranks(3, work)):
         assert alive == [3, 3, 3]
         assert blamed == rank
         assert f"on rank {rank}" in text
@@ -492,7 +488,7 @@ def test_failed_call_keeps_input_and_output():
         raises(CollectiveError, "max of (1000,)", group.all_reduce, contribution, op=op, out=out)
         return set(contribution.tolist()), set(out.tolist())
 
-    assert ranks(work, 2) == [({1.0}, {7.0})] * 2
+    assert run_ranks(2, work) == [({1.0}, {7.0})] * 2
 
 
 # ---- groups that end ----
@@ -516,7 +512,7 @@ def test_missing_rank_is_named_by_the_timeout():
         assert (caught.name, caught.rank) == ("all_reduce", group.rank)
         return str(caught)
 
-    *texts, last = ranks(work, 3)
+    *texts, last = run_ranks(3, work)
     why = (
         "not done after 1 s: rank 2 has not called all_reduce (its last operation was number 1, "
         "barrier; this is number 2)"
@@ -527,13 +523,8 @@ def test_missing_rank_is_named_by_the_timeout():
 
 
 def test_group_timeout_is_the_default():
-    def work(group):
-        if group.rank == 0:
-            return str(raises(CollectiveError, "not done after 0.2 s", group.barrier))
-        return None
-
     first, second = LocalGroup.threads(2, timeout=0.2)
-    run_ranks(work, groups=[first])
+    raises(CollectiveError, "not done after 0.2 s", first.barrier)
     raises(CollectiveError, "rank 0 gave up waiting for rank 1 in barrier", second.barrier)
     first.close()
     second.close()
@@ -604,9 +595,9 @@ def test_a_rank_that_fails_ends_the_others_at_once():
         assert time.monotonic() - began < 10
         return caught
 
-    outcomes = run_local(work, 3)
-    assert isinstance(outcomes[1], RuntimeError)
-    assert all(isinstance(outcomes[rank], CollectiveError) for rank in (0, 2))
+    errors = outcomes(3, work)
+    kinds = [type(error) for error in errors]
+    assert kinds == [CollectiveError, RuntimeError, CollectiveError]
 
 
 def test_groups_leave_no_thread_and_no_memory():
@@ -630,5 +621,5 @@ def test_an_error_of_one_rank_is_raised_by_all_even_without_a_text(text):
     def work(group):
         agree(group, "the same", FormatError(text) if group.rank == 0 else None)
 
-    errors = run_local(work, 2, timeout=SECONDS)
+    errors = outcomes(2, work)
     assert [type(error) for error in errors] == [FormatError, FormatError]

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from any_format import read_any, write_any
-from rank_threads import run_local
 
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict, load_file, save_file
@@ -34,6 +33,7 @@ from mlstate.distributed import DistributedStateCollector
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientAccumulator
 from mlstate.kv import KVState, transition_kv_state
 from mlstate.state import check_compatibility, diff, load_into, rename
+from mlstate.testing import run_ranks
 
 BYTES = [info.name for info in DTYPES if info.kind == "float8"]
 NAMES = ["bfloat16", *BYTES]
@@ -422,7 +422,7 @@ def test_ranks_exchange_and_add_the_true_dtype(state, without):
         full = DistributedStateCollector(group).gather_full_state(state)
         return added, full
 
-    for added, full in run_local(work):
+    for added, full in run_ranks(2, work):
         wide = {"w": np.zeros(4, np.float32)}
         load_into(wide, {"w": added}, cast=True)
         assert wide["w"].tolist() == [2, 2, 2, 2]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_threads import run_ranks
-from thread_team import without_errors
+from rank_threads import Messages, outcomes
 from tries import tries
 
 import mlstate
@@ -18,16 +17,22 @@ from mlstate.distributed import DistributedStateCollector
 from mlstate.distributed._byte_ranges import boxes, bytes_of, read_range, write_range
 from mlstate.distributed._merge import describe
 from mlstate.errors import UnstorableError
+from mlstate.testing import run_ranks
 
 
-def run(function, world_size=2):
-    """The result or exception of `function` with the collector of each rank."""
-    return run_ranks(lambda group: function(DistributedStateCollector(group)), world_size)
+def run(function, world_size=2, run=run_ranks):
+    """The result of `function` with the collector of each rank; raises the first error."""
+    return run(world_size, lambda group: function(DistributedStateCollector(Messages(group))))
+
+
+def run_all(function, world_size=2):
+    """The result or the error of each rank."""
+    return run(function, world_size, outcomes)
 
 
 def rank_1_raises(function, error, text):
     """Rank 0 raises an error that has the class and the text of rank 1's error."""
-    first, second = run(function)
+    first, second = run_all(function)
     assert isinstance(second, error) and text in str(second)
     assert isinstance(first, CollectiveError) and first.rank == 1
     assert f"rank 1 failed: {error.__name__}: {second}" in str(first)
@@ -308,7 +313,7 @@ def test_any_layout_becomes_the_whole_and_parts_again(data):
         collector.broadcast_state(local_state, source=full, root=root, max_bytes=max_bytes)
         return full, local_state
 
-    for rank, (full, local_state) in enumerate(without_errors(run(gather_and_send, world))):
+    for rank, (full, local_state) in enumerate(run(gather_and_send, world)):
         assert (full is not None) == (rank == root)
         if full is not None:
             assert set(full) == set(wholes)
@@ -329,7 +334,7 @@ def test_replicas_are_the_roots_own():
     def gather(collector):
         return collector.gather_full_state(states[collector.group.rank], root=1)
 
-    results = without_errors(run(gather, 3))
+    results = run(gather, 3)
     assert results[0] is None
     assert results[2] is None
     assert results[1]["w.m"] is states[1]["w.m"]
@@ -345,10 +350,10 @@ def test_messages_are_bounded_and_only_the_result_is_allocated():
         rank = collector.group.rank
         shard = Shard(layout.take(array, rank), layout, rank, shape=array.shape)
         full = collector.gather_full_state({"w": shard}, max_bytes=10_000)
-        largest[rank] = collector.group.largest
+        largest[rank] = max(collector.group.sizes["all_to_all"])
         return full
 
-    same_bits(without_errors(run(gather, 3))[0]["w"], array)
+    same_bits(run(gather, 3)[0]["w"], array)
     assert max(largest) <= 10_000
     assert largest[0] > 9_000
 
@@ -364,9 +369,9 @@ def test_tied_tensors_stay_one_and_travel_once():
         replicated = np.ones(3)
         state = {"a": shard, "b": again, "c": other, "d": replicated, "e": replicated}
         full = collector.gather_full_state(state, max_bytes=12_800)
-        return full, collector.group.calls.count("all_to_all"), state
+        return full, len(collector.group.sizes["all_to_all"]), state
 
-    results = without_errors(run(gather, 4))
+    results = run(gather, 4)
     full = results[0][0]
     assert full["a"] is full["b"]
     assert full["c"] is not full["a"]
@@ -386,22 +391,21 @@ def test_names_choose():
         state = {"a.w": np.ones(1), "a.b": np.ones(2), "c": np.full(1, collector.group.rank)}
         return collector.gather_full_state(state, names="a")
 
-    assert list(without_errors(run(gather))[0]) == ["a.w", "a.b"]
+    assert list(run(gather)[0]) == ["a.w", "a.b"]
 
     def unknown(collector):
         return collector.gather_full_state({"bias": np.ones(1)}, names="bais")
 
-    errors = run(unknown)
+    errors = run_all(unknown)
     assert all(isinstance(error, KeyError) for error in errors)
     assert all("; did you mean 'bias'?" in str(error) for error in errors)
 
     def unlike(collector):
         return collector.gather_full_state({"bias": np.ones(1)}, names="x")
 
-    outcomes = run(unlike)
-    assert all(
-        isinstance(error, KeyError) and "there are 'bias'" in str(error) for error in outcomes
-    )
+    errors = run_all(unlike)
+    assert all(isinstance(error, KeyError) for error in errors)
+    assert all("there are 'bias'" in str(error) for error in errors)
 
 
 def both_raise(function, error, text, world_size=2):
@@ -410,11 +414,11 @@ def both_raise(function, error, text, world_size=2):
     def work(collector):
         with pytest.raises(error, match=text) as caught:
             function(collector)
-        assert len(collector.group.calls) in (2, 3)
+        assert sum(map(len, collector.group.sizes.values())) in (2, 3)
         collector.broadcast_state({"w": np.zeros(1)})
         return [caught.value]
 
-    return [error for (error,) in without_errors(run(work, world_size))]
+    return [error for (error,) in run(work, world_size)]
 
 
 def test_replicas_that_differ_are_an_error_everywhere():
@@ -428,7 +432,7 @@ def test_replicas_that_differ_are_an_error_everywhere():
         assert [difference.ranks for difference in error.differences] == [(1,)]
         assert (error.name, error.rank) == ("w", 1)
         assert "verify_replicas=False" in str(error)
-    assert not without_errors(run(lambda c: gather(c, verify_replicas=False), 3))[0]["w"].any()
+    assert not run(lambda c: gather(c, verify_replicas=False), 3)[0]["w"].any()
 
 
 def test_other_keys_shapes_and_parts_are_an_error_everywhere():
@@ -487,7 +491,7 @@ def test_arguments_must_be_the_same_on_every_rank(name, argument):
             {"w": np.ones(1)}, **{argument: min(1, collector.group.rank) + (argument != "root")}
         )
 
-    both = run(work, 3)
+    both = run_all(work, 3)
     assert all(isinstance(error, CollectiveError) for error in both)
     assert all(f"{argument} is" in str(error) and error.rank == 1 for error in both)
 
@@ -497,7 +501,7 @@ def test_ranks_in_different_operations_raise():
         name = "broadcast_state" if collector.group.rank else "gather_full_state"
         return getattr(collector, name)({"w": np.ones(1)})
 
-    for error in run(work):
+    for error in run_all(work):
         assert isinstance(error, CollectiveError)
         assert "operation is gather_full_state on rank 0 and broadcast_state on rank 1" in str(
             error
@@ -525,10 +529,10 @@ def test_every_rank_gets_the_roots_elements_in_place():
         originals = dict(state)
         collector.broadcast_state(state, root=1, max_bytes=32)
         assert all(state[name] is originals[name] for name in originals)
-        assert collector.group.largest <= 32
+        assert max(collector.group.sizes["broadcast"]) <= 32
         return [state["w"], state["t"], state["s"].array, state["n"]]
 
-    for arrays in without_errors(run(send, 3)):
+    for arrays in run(send, 3):
         assert all((array == 1).all() for array in arrays)
 
 
@@ -539,7 +543,7 @@ def test_broadcast_loads_into_the_given_object():
         collector.broadcast_state(model)
         return model
 
-    for model in without_errors(run(send)):
+    for model in run(send):
         assert model.w.tolist() == [1, 1, 1]
         assert model.loaded == 1
 
@@ -570,7 +574,7 @@ def test_mismatched_state_is_not_written(other, text):
         return [array.sum() for array in local_state.values()]
 
     before = [array.sum() for array in other.values()]
-    assert without_errors(run(send)) == [[0, 0], before]
+    assert run(send) == [[0, 0], before]
 
 
 class Broken(Model):
@@ -596,7 +600,7 @@ def test_all_ranks_keep_their_states_if_one_refuses(kind):
             collector.broadcast_state(target, source={"w": np.ones(3)})
         return model.w.tolist()
 
-    assert without_errors(run(send)) == [[0, 0, 0], [0, 0, 0]]
+    assert run(send) == [[0, 0, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["swapped", "shifted", "part of another"])
@@ -665,7 +669,7 @@ def test_parts_need_a_source_that_has_them():
         collector.broadcast_state({"w": shard}, source=source)
         return shard.array.tolist()
 
-    assert without_errors(run(send)) == [[0, 1, 2], [3, 4, 5]]
+    assert run(send) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -754,10 +758,10 @@ def test_a_gathered_optimizer_has_the_values_of_every_rank(change, text):
         state = states[collector.group.rank]
         return collector.gather_full_state(state, root=1, verify_replicas=verify)
 
-    for error in run(gather, 2):
+    for error in run_all(gather):
         assert isinstance(error, CompatibilityError) and text in str(error)
         assert "verify_replicas=False uses the values of the root" in str(error)
-    _, gathered = without_errors(run(lambda collector: gather(collector, verify=False), 2))
+    _, gathered = run(lambda collector: gather(collector, verify=False))
     assert gathered.param_groups == states[1].param_groups and gathered.step == states[1].step
 
 
@@ -771,12 +775,12 @@ def test_a_gathered_optimizer_has_the_values_of_every_rank(change, text):
 )
 def test_optimizers_without_names_of_parameters_are_compared(values, text):
     states = [OptimizerStateDict({"a.m": np.ones(2)}, **each) for each in values]
-    results = run(lambda collector: collector.gather_full_state(states[collector.group.rank]), 2)
+    results = run_all(lambda collector: collector.gather_full_state(states[collector.group.rank]))
     if text:
         assert all(isinstance(error, CompatibilityError) for error in results)
         assert text in str(results[1])
     else:
-        assert without_errors(results)[0].param_groups == states[0].param_groups
+        assert results[0].param_groups == states[0].param_groups
 
 
 def test_equal_values_of_optimizers_are_gathered():
@@ -787,7 +791,7 @@ def test_equal_values_of_optimizers_are_gathered():
     def gather(collector):
         return collector.gather_full_state(states[collector.group.rank])
 
-    assert without_errors(run(gather, 3))[0].param_groups == states[0].param_groups
+    assert run(gather, 3)[0].param_groups == states[0].param_groups
 
 
 def test_empty_parts_are_not_tied():
@@ -825,5 +829,5 @@ def test_a_rank_that_shares_elements_differently_is_named():
         begin = 2 + collector.group.rank
         collector.broadcast_state({"a": data[:5], "b": data[begin : begin + 5]})
 
-    for error in run(work):
+    for error in run_all(work):
         assert "on rank 1, and differently on rank 0" in str(error)

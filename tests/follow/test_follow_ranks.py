@@ -1,15 +1,14 @@
 """Several ranks publish their own parts; followers need none of these layouts."""
 
-import threading
-
 import numpy as np
 import pytest
-from rank_threads import Threads, run_local, run_ranks
+from rank_threads import Messages
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout
 from mlstate.errors import CollectiveError, StoreError
 from mlstate.follow import Follower, Publisher
+from mlstate.testing import run_ranks
 
 GRID = Layout.axis(0, 2) * Layout.axis(1, 2)
 
@@ -37,9 +36,8 @@ def publish(group, path, layout, steps, anchor_every=10):
 
 
 @pytest.mark.parametrize("layout", [GRID, Layout.rows(4), Layout.flat(4)], ids=str)
-@pytest.mark.parametrize("run", [run_ranks, run_local])
-def test_followers_of_other_layouts_have_the_published_bits(tmp_path, run, layout):
-    kinds = run(lambda group: list(publish(group, tmp_path / "w", layout, 5, 4)), 4)
+def test_followers_of_other_layouts_have_the_published_bits(tmp_path, layout):
+    kinds = run_ranks(4, lambda group: list(publish(group, tmp_path / "w", layout, 5, 4)))
     assert kinds == [["anchor", "delta", "delta", "delta", "both"]] * 4
     expected = model_of(4)
     for target in (Layout.whole(), GRID, Layout.axis(1, 3), Layout.rows(3), layout):
@@ -60,22 +58,16 @@ def test_ranks_exchange_short_messages_only(tmp_path):
     model = {"w": np.zeros((4, 100_000), np.float32)}
 
     def work(group):
+        group = Messages(group)
         publisher = Publisher(tmp_path / "w", group=group)
         for step in range(3):
             part = Layout.rows(4).shard(
                 model["w"] + step * (np.arange(100_000) % 9 == 0), group.rank
             )
             publisher.publish(step, {"w": part})
-        return group.largest
+        return max(map(max, group.sizes.values()))
 
-    class Counting(Threads):
-        def gather_bytes(self, data, *, root=None, timeout=None):
-            self.largest = max(self.largest, len(data))
-            return super().gather_bytes(data, root=root, timeout=timeout)
-
-    world = ([None] * 4, threading.Barrier(4, timeout=20))
-    groups = [Counting(world, rank) for rank in range(4)]
-    assert max(run_ranks(work, groups=groups)) < 4096
+    assert max(run_ranks(4, work)) < 4096
 
 
 def test_a_failure_of_one_rank_is_raised_on_all_without_a_version(tmp_path):
@@ -93,7 +85,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_without_a_version(tmp_path):
                 assert "TypeError" in str(error) or group.rank == 2
         return publisher._versions[-1].kind
 
-    assert run_ranks(work, 4) == ["anchor"] * 4
+    assert run_ranks(4, work) == ["anchor"] * 4
     assert CheckpointManager(tmp_path / "w").steps() == [2]
 
 
@@ -107,7 +99,7 @@ def test_a_second_publisher_stops_all_ranks_of_the_first(tmp_path):
         with pytest.raises(StoreError if group.rank == 0 else CollectiveError, match="another"):
             publisher.publish(1, own_parts(model_of(1), GRID, group.rank))
 
-    run_ranks(work, 4)
+    run_ranks(4, work)
     into = {name: np.zeros_like(array) for name, array in model_of(0).items()}
     assert Follower(tmp_path / "w", into=into).advance() == 5
 
@@ -126,7 +118,7 @@ def test_ranks_with_other_layers_and_statistics_publish_all_of_them(tmp_path):
             }
             publisher.publish(step, model)
 
-    run_ranks(work, 2)
+    run_ranks(2, work)
     shapes = {"layers.0.w": 400, "layers.1.w": 400, "a": 800, "mean": 4, "variance": 4}
     into = {name: np.zeros(size) for name, size in shapes.items()}
     follower = Follower(tmp_path / "w", into=into)
@@ -142,7 +134,7 @@ def test_ranks_refuse_different_steps(tmp_path):
         with pytest.raises(ValueError, match="step is 3 on rank 0, and 4 on rank 1"):
             publisher.publish(3 + group.rank, {"a": np.zeros(4)})
 
-    run_ranks(work, 2)
+    run_ranks(2, work)
     assert not (tmp_path / "w").exists()
 
 

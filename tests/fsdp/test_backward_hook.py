@@ -138,7 +138,7 @@ def test_the_part_of_another_rank_is_refused(group):
     ):
         with pytest.raises(ValueError, match=f"rank {group.rank} keeps shard {group.rank}"):
             refused()
-    assert not group.calls
+    assert not group.sizes
 
 
 def test_an_object_has_one_set_of_hooks():
@@ -316,30 +316,16 @@ def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
     hook.finish()
 
 
-def sizes_of_messages(group):
-    """A list that receives the length of each message that this rank sends from now on."""
-    sizes = []
-    gather_bytes = group.gather_bytes
-
-    def counted(data, **keywords):
-        sizes.append(len(data))
-        return gather_bytes(data, **keywords)
-
-    group.gather_bytes = counted
-    return sizes
-
-
 @pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
 def test_readiness_messages_have_64_bytes(count, bucket_bytes):
     """The number of messages does not grow with the number of parameters."""
 
     def work(group):
-        sizes = sizes_of_messages(group)
         named = {f"p{i}": (10,) for i in range(count)}  # 40 bytes each
         units = units_of(group.rank, named)
         hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
         hook.scatter_multiple(units, gradients_of(group.rank, named))
-        return sizes, group.calls.count("all_to_all")
+        return group.sizes["gather_bytes"], len(group.sizes["all_to_all"])
 
     buckets = 1 if bucket_bytes == 1 << 20 else 5 if bucket_bytes else count
     assert run(work) == [([64, 64], buckets)] * 2
@@ -348,7 +334,6 @@ def test_readiness_messages_have_64_bytes(count, bucket_bytes):
 @pytest.mark.parametrize("slow", [0, 1])
 def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(group, slow):
     """Rank 1 fills one bucket at a time; only the last messages can name several."""
-    sizes = sizes_of_messages(group)
     shapes = {f"p{i:02}": (1 << 17,) for i in range(9)}
     units = units_of(group.rank, shapes)
     hook = hook_of(group, units, bucket_bytes=0)
@@ -359,8 +344,8 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(group, slow):
                 work.wait()
     hook.finish()
     assert all((unit.local_gradient == 1).all() for unit in units.values())
-    assert set(sizes) == {64}
-    assert (len(sizes), group.calls.count("all_to_all")) == (10, 9)
+    assert group.sizes["gather_bytes"] == [64] * 10
+    assert len(group.sizes["all_to_all"]) == 9
 
 
 def test_broken_group_clears_gradients_of_the_previous_step():
@@ -391,7 +376,6 @@ def test_broken_group_clears_gradients_of_the_previous_step():
 
 
 def test_one_message_announces_four_queued_buckets(group):
-    sizes = sizes_of_messages(group)
     shapes = {f"p{i:02}": (10,) for i in range(10)}
     units = units_of(group.rank, shapes)
     fsdp = FSDP(group, bucket_bytes=0)
@@ -402,10 +386,10 @@ def test_one_message_announces_four_queued_buckets(group):
             hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
     hook.finish()
     assert all((unit.local_gradient == 1).all() for unit in units.values())
-    assert set(sizes) == {64}
     # messages: two for four buckets each, one for the thread's last bucket, one for a bucket below
     # 1 MiB, and the end
-    assert (len(sizes), group.calls.count("all_to_all")) == (5, 10)
+    assert group.sizes["gather_bytes"] == [64] * 5
+    assert len(group.sizes["all_to_all"]) == 10
 
 
 def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm():

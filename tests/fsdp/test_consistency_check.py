@@ -5,13 +5,13 @@ failures prevent only the reduction of the bad gradient.
 """
 
 import re
+import threading
 
 import numpy as np
 import pytest
-from gradient_model import backward, hook_of
+from gradient_model import backward, hook_of, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_threads import run_ranks
 from tries import tries
 
 from mlstate import CollectiveError
@@ -78,7 +78,7 @@ def scatter_with(fault, world=2, **keywords):
         assert parts(again) == expected_parts(again, world, ())
         return outcome
 
-    return run_ranks(work, world)
+    return run(work, world)
 
 
 def another_unit(shape, dtype="float32", **keywords):
@@ -303,7 +303,7 @@ def test_nonfinite_allow_accepts_nan_and_infinity():
         FSDPBackwardHook(FSDP(group, nonfinite="allow")).scatter_multiple(units, gradients)
         return parts(units)
 
-    first, second = run_ranks(work)
+    first, second = run(work)
     assert np.isnan(first["b"][0])
     assert first["b"][1:] == [3.0] * 3
     assert first["a"][1] == np.inf
@@ -342,7 +342,7 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         assert parts(units) == expected_parts(units, 2, {name})
         return text_of(caught.value)
 
-    first, second = run_ranks(work)
+    first, second = run(work)
     assert first == second
     assert f"'{name}': " in first
     assert texts[kind] in first
@@ -385,7 +385,7 @@ def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
         assert set(parts(units).values()) == {None}
         return caught.value
 
-    first, second = run_ranks(work)
+    first, second = run(work)
     assert text_of(first) == text_of(second)
     name = {"divisor": "gradient_divide_factor", "mean": "gradient_divide_factor"}
     assert re.search(
@@ -421,9 +421,11 @@ def test_dtypes_that_differ_do_not_make_other_gradients_fail(group):
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 def test_missing_rank_ends_the_wait_of_the_others(mode, bucket_bytes):
     """At once, also if there are many buckets."""
+    ended = threading.Event()
 
     def work(group):
         if group.rank == 1:
+            assert ended.wait(20)
             return None
         units = units_of(group)
         hook = FSDPBackwardHook(FSDP(group, timeout=0.2, bucket_bytes=bucket_bytes))
@@ -431,10 +433,11 @@ def test_missing_rank_ends_the_wait_of_the_others(mode, bucket_bytes):
         with pytest.raises(CollectiveError):
             reduce_by(mode, hook, units, gradients_of(group, units))
         assert set(parts(units).values()) == {None}
-        return len(group.calls)
+        ended.set()
+        return len(group.sizes["gather_bytes"])
 
     # 1: the buckets after the one that failed were not sent
-    assert run_ranks(work) == [1, None]
+    assert run(work) == [1, None]
 
 
 def test_rank_in_gather_bytes_is_named(group):
@@ -461,22 +464,21 @@ def test_aborted_pass_leaves_no_failure_for_the_next():
             spoiled["b"] = FSDPShardingUnit("b", (7,), "float32", 1, layout="rows")
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
-        exchange, calls = group._exchange, []
+        send = group.all_to_all
 
-        def broken(kind, data, timeout=None):
-            calls.append(kind)
-            if len(calls) == 8:
+        def fail_after_two(*args, **keywords):
+            if len(group.sizes["all_to_all"]) == 2:
                 raise CollectiveError("the cable was pulled")
-            return exchange(kind, data, timeout)
+            return send(*args, **keywords)
 
-        group._exchange = broken
+        group.all_to_all = fail_after_two
         with pytest.raises(CollectiveError, match="the cable was pulled"):
             hook.scatter_multiple(spoiled, gradients)
-        group._exchange = exchange
+        group.all_to_all = send
         hook.scatter_multiple(units, gradients)
         return parts(units) == expected_parts(units, 2, ())
 
-    assert run_ranks(work) == [True, True]
+    assert run(work) == [True, True]
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
@@ -499,7 +501,7 @@ def test_rank_that_ends_early_is_named(bucket_bytes, count):
             stored_parts = parts(units)
             return error, {name for name in stored_parts if stored_parts[name] is not None}
 
-    (first, stored), (second, second_stored) = run_ranks(work)
+    (first, stored), (second, second_stored) = run(work)
     assert text_of(first) == text_of(second)
     missing = list(SHAPES)[: 4 - count]
     for name in missing:
@@ -526,7 +528,7 @@ def test_units_in_another_order_are_an_error_or_go_in_one_order(bucket_bytes):
         assert parts(units) == expected_parts(units, 2, ())
         return "", set(units)
 
-    first, second = run_ranks(work)
+    first, second = run(work)
     assert first == second
     if first[0]:
         assert "missing on rank" in first[0]
@@ -658,10 +660,7 @@ def play(script, group, *, hooks, calls):
 @settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(scripts, min_size=2, max_size=3), st.booleans())
 def test_all_ranks_get_the_same_outcome(each, hooks):
-    results = run_ranks(
-        lambda group: play(each[group.rank], group, hooks=hooks, calls=2), len(each), seconds=5
-    )
-    assert all(isinstance(result, tuple) for result in results), results
+    results = run(lambda group: play(each[group.rank], group, hooks=hooks, calls=2), len(each))
     assert len({error is None for error, _ in results}) == 1, results
     texts = {error for error, _ in results}
     assert len(texts) == 1, results

@@ -14,7 +14,6 @@ import child
 import numpy as np
 import pytest
 from checkpoint_model import same
-from rank_threads import run_ranks
 
 import mlstate
 from mlstate import checkpoint
@@ -32,6 +31,7 @@ from mlstate.errors import (
     StorePermissionError,
     TensorNotFoundError,
 )
+from mlstate.testing import run_ranks
 
 
 def state_of(seed, rows=64):
@@ -160,7 +160,7 @@ def test_ranks_save_together(url, options):
         return mlstate.save(url, state, group=group, layout="rows", storage_options=options)
 
     for _ in range(2):
-        run_ranks(save, 3)
+        run_ranks(3, save)
         loaded = mlstate.load(url, storage_options=options).model
         assert same(loaded, state)
         report = mlstate.verify(url, storage_options=options)
@@ -178,7 +178,7 @@ def test_if_one_rank_cannot_upload_the_old_checkpoint_stays(url, store, options)
                 url, {"w": np.zeros(6)}, group=group, layout="rows", storage_options=rank_options
             )
 
-    run_ranks(save, 2)
+    run_ranks(2, save)
     assert mlstate.load(url, storage_options=options).model["w"].all()
     assert not mlstate.verify(url, storage_options=options).leftover
 

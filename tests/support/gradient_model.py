@@ -3,10 +3,10 @@
 from math import ceil, prod
 
 import numpy as np
-from rank_threads import run_local, run_ranks
-from thread_team import without_errors
+from rank_threads import Messages
 
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.testing import run_ranks
 
 try:
     from ml_dtypes import bfloat16
@@ -136,9 +136,9 @@ class Handle:
         del self.model.functions[self.name]
 
 
-ENGINES = {"messages": run_ranks, "shared memory": run_local}
+ENGINES = {"messages": Messages, "shared memory": lambda group: group}
 
 
 def run(function, world_size=2, engine="messages"):
     """The result of each rank; raises the first error."""
-    return without_errors(ENGINES[engine](function, world_size))
+    return run_ranks(world_size, lambda group: function(ENGINES[engine](group)))

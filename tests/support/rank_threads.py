@@ -1,87 +1,45 @@
-"""Ranks as threads of this process: a group of them, and functions to run them."""
+"""Ranks that are threads: errors as results, and groups that only send messages."""
 
-import threading
+from collections import defaultdict
 
-from thread_team import thread_outcomes
-
-from mlstate import CollectiveError
-from mlstate.collectives import LocalGroup
-
-SECONDS = 20
+from mlstate.testing import run_ranks
 
 
-class Threads:
-    """A rank among threads. If ranks do not make the same calls, the test fails.
-
-    Arrays are copied before another rank sees them, so nothing is shared by accident.
-    """
-
-    def __init__(self, world, rank):
-        self._slots, self._barrier = world
-        self.rank = rank
-        self.world_size = len(self._slots)
-        self.calls = []
-        self.largest = 0  # bytes of the largest array, sent or received
-
-    def _exchange(self, kind, data, timeout=None):
-        self.calls.append(kind)
-        try:
-            self._slots[self.rank] = (kind, data)
-            self._barrier.wait(timeout)
-            items = list(self._slots)
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise CollectiveError(f"rank {self.rank} waits in {kind}") from None
-        assert len({kind for kind, _ in items}) == 1, items
-        return [data for _, data in items]
-
-    def gather_bytes(self, data, *, root=None, timeout=None):
-        items = self._exchange(f"gather to {root}", bytes(data), timeout)
-        return items if root in (None, self.rank) else None
-
-    def broadcast(self, array, *, root=0, timeout=None):
-        self.largest = max(self.largest, array.nbytes)
-        items = self._exchange(f"broadcast {array.nbytes} from {root}", array.copy(), timeout)
-        array[...] = items[root]
-        return array
-
-    def all_gather(self, array, *, timeout=None):
-        import numpy as np
-
-        return np.concatenate(self._exchange("all_gather", array.copy(), timeout))
-
-    def all_to_all(self, array, *, out, counts, out_counts, timeout=None):
-        self.largest = max(self.largest, array.nbytes, out.nbytes)
-        items = self._exchange("all_to_all", (array.copy(), list(counts)), timeout)
-        at = 0
-        for rank, (rows, row_counts) in enumerate(items):
-            start = sum(row_counts[: self.rank])
-            assert row_counts[self.rank] == out_counts[rank], "ranks do not agree what is sent"
-            out[at : at + row_counts[self.rank]] = rows[start : start + row_counts[self.rank]]
-            at += row_counts[self.rank]
-        assert at == len(out)
-        return out
-
-    def barrier(self, *, timeout=None):
-        self._exchange("barrier", None, timeout)
-
-
-def run_ranks(function, world_size=2, *, seconds=SECONDS, groups=None):
-    """The result or error of `function` with the group of each rank; waits up to `seconds`.
-
-    `groups` are the groups of an engine, one for each rank, instead of `Threads`.
-    """
-    world = ([None] * world_size, threading.Barrier(world_size, timeout=seconds))
-    if groups is None:
-        groups = [Threads(world, rank) for rank in range(world_size)]
-    return thread_outcomes(lambda rank: function(groups[rank]), len(groups), seconds=3 * seconds)
-
-
-def run_local(function, world_size=2, *, timeout=SECONDS):
-    """As `run_ranks`, with a `LocalGroup`, which a rank leaves at its end."""
+def outcomes(world_size, function):
+    """The result or the error of each rank, in rank order; `run_ranks` raises the first error."""
 
     def work(group):
-        with group:
+        try:
             return function(group)
+        except Exception as error:
+            return error
 
-    return run_ranks(work, groups=LocalGroup.threads(world_size, timeout=timeout))
+    return run_ranks(world_size, work)
+
+
+class Messages:
+    """The group of a rank, without its access to the memory of the others.
+
+    So gradients travel as they do over a network. `sizes`: by operation, the bytes of the largest
+    argument of each call.
+    """
+
+    def __init__(self, group):
+        self._group = group
+        self.rank, self.world_size = group.rank, group.world_size
+        self.sizes = defaultdict(list)
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        operation = getattr(self._group, name)
+
+        def call(*args, **keywords):
+            self.sizes[name].append(max(map(size_of, (*args, *keywords.values())), default=0))
+            return operation(*args, **keywords)
+
+        return call
+
+
+def size_of(value):
+    return len(value) if isinstance(value, bytes) else getattr(value, "nbytes", 0)

@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 from any_format import read_any, write_any
-from rank_threads import run_ranks
-from thread_team import without_errors
 from weight_folder import PACKED, write_folder, write_header, write_index
 
 import mlstate
@@ -15,9 +13,9 @@ from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import Layout, Shard, export_huggingface, reshard
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.cli import main
-from mlstate.collectives import LocalGroup
 from mlstate.errors import ChecksumError, CompatibilityError, FormatError
 from mlstate.state import StateDict, diff
+from mlstate.testing import run_ranks
 
 F4, F6, F6_WIDE = PACKED
 
@@ -224,7 +222,7 @@ def test_ranks_save_and_export_parts_of_packed_tensors(tmp_path, layout):
         mlstate.save(tmp_path / "ckpt", state, group=group)
         export_huggingface(tmp_path / "hf", state, group=group)
 
-    without_errors(run_ranks(write, groups=LocalGroup.threads(3)))
+    run_ranks(3, write)
     for path in (tmp_path / "ckpt", tmp_path / "hf"):
         assert_same(mlstate.load(path).model, model)
         assert mlstate.verify(path)

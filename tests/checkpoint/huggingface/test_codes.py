@@ -20,12 +20,12 @@ from quantized_layouts import (
     spread,
     write_folder,
 )
-from rank_threads import run_local
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard, export_huggingface, inspect, reshard
 from mlstate.cli import main
 from mlstate.errors import CompatibilityError, FormatError, MLStateError, TensorNotFoundError
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow", "ignore::mlstate.errors.CheckpointWarning"
@@ -638,7 +638,7 @@ def test_parts_as_they_were_saved_have_the_scales_of_their_blocks(tmp_path, rows
                 mlstate.load(tmp_path / "c", into={"model": into}, group=group)
             assert loaded["w_scale"].shape == (2, 1)
 
-    run_local(work)
+    run_ranks(2, work)
     reshard(tmp_path / "c", tmp_path / "three", layout="rows", world_size=3)
     for rank in range(3):
         part = mlstate.load(tmp_path / "three", rank=rank, world_size=3).model

@@ -7,11 +7,11 @@ import sys
 import child
 import numpy as np
 import pytest
-import rank_threads
 from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruption import signal_once
+from rank_threads import outcomes
 from weight_folder import write_folder
 
 import mlstate
@@ -21,7 +21,7 @@ from mlstate.checkpoint import Layout, Shard, export_huggingface, export_hugging
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._huggingface import export as export_module
 from mlstate.cli import main
-from mlstate.collectives import LocalGroup
+from mlstate.testing import run_ranks
 
 INDEX = "model.safetensors.index.json"
 
@@ -44,11 +44,6 @@ def assert_holds(folder, state):
     for name, array in state.items():
         np.testing.assert_array_equal(model[name], array)
     assert mlstate.verify(folder)
-
-
-def assert_none_fails(save, world):
-    outcomes = rank_threads.run_ranks(save, groups=LocalGroup.threads(world))
-    assert outcomes == [None] * world, outcomes
 
 
 # ---- files ----
@@ -108,7 +103,7 @@ def test_parts_of_any_layout_give_the_files_of_one_process(tmp_path_factory, wor
             state[name] = array if layout is None else layout.shard(array, group.rank)
         export_huggingface(folder / "many", state, group=group, max_shard_bytes=most)
 
-    assert_none_fails(save, world)
+    run_ranks(world, save)
     export_huggingface(folder / "one", arrays, max_shard_bytes=most)
     single, many = ({path.name: path.read_bytes() for path in (folder / name).iterdir()}
                  for name in ("one", "many"))  # fmt: skip
@@ -123,7 +118,7 @@ def test_blocks_of_several_ranks_have_right_checksums(tmp_path):
     def save(group):
         export_huggingface(tmp_path / "m", {"w": layout.shard(array, group.rank)}, group=group)
 
-    assert_none_fails(save, 4)
+    run_ranks(4, save)
     assert_holds(tmp_path / "m", {"w": array})
     flip(tmp_path / "m" / "model.safetensors", -5)
     assert [p.kind for p in mlstate.verify(tmp_path / "m").problems] == ["altered"]
@@ -140,7 +135,7 @@ def test_a_part_that_no_rank_holds_is_an_error(tmp_path, holders):
             state["w"] = Layout.rows(3).shard(array, part)
         export_huggingface(tmp_path / "m", state, group=group)
 
-    errors = rank_threads.run_ranks(save, groups=LocalGroup.threads(3))
+    errors = outcomes(3, save)
     assert all("'w' is incomplete: the ranks hold" in str(error) for error in errors), errors
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +148,7 @@ def test_a_part_that_several_ranks_hold_is_written_once(tmp_path):
                  for name, array in arrays.items()}  # fmt: skip
         export_huggingface(tmp_path / "m", state, group=group)
 
-    assert_none_fails(save, 4)
+    run_ranks(4, save)
     assert_holds(tmp_path / "m", arrays)
 
 

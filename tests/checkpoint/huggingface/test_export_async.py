@@ -8,7 +8,7 @@ import weakref
 import child
 import numpy as np
 import pytest
-import rank_threads
+from rank_threads import outcomes
 
 import mlstate
 from mlstate import _core
@@ -21,7 +21,8 @@ from mlstate.checkpoint import (
 from mlstate.checkpoint._huggingface import export as export_module
 from mlstate.checkpoint._save import job as save_job
 from mlstate.checkpoint._save import shards as save_shards
-from mlstate.collectives import LocalGroup
+from mlstate.collectives import SingleGroup
+from mlstate.testing import run_ranks
 
 SECONDS = 20
 pytestmark = pytest.mark.timeout(120)
@@ -121,7 +122,7 @@ def test_ranks_write_the_copies_of_the_call(tmp_path, path, write_gate):
         write_gate.set()
         return handle.wait(SECONDS).load().model.keys()
 
-    assert rank_threads.run_ranks(save, groups=LocalGroup.threads(2)) == [arrays.keys()] * 2
+    assert run_ranks(2, save) == [arrays.keys()] * 2
     assert bytes_in(path) == bytes_in(tmp_path / "one")
 
 
@@ -205,7 +206,7 @@ def test_a_failed_write_of_one_rank_is_raised_by_all(tmp_path, path, monkeypatch
             handle.wait(SECONDS)
         return type(caught.value)
 
-    kinds = rank_threads.run_ranks(save, groups=LocalGroup.threads(2))
+    kinds = run_ranks(2, save)
     assert kinds == [mlstate.CollectiveError, OSError]
     assert list(tmp_path.iterdir()) == []
 
@@ -234,7 +235,7 @@ def test_a_rank_that_fails_before_it_writes_stops_all(tmp_path, path, monkeypatc
         finally:
             assert group.rank == 1 or array() is None  # the handle holds no arrays
 
-    first, second = rank_threads.run_ranks(save, groups=LocalGroup.threads(2))
+    first, second = outcomes(2, save)
     assert isinstance(first, mlstate.CollectiveError)
     assert first.rank == 1
     assert isinstance(second, TypeError if stage == "state" else MemoryError)
@@ -250,12 +251,11 @@ def test_staging_and_group_serve_one_save_at_a_time(tmp_path, path, write_gate):
     first.wait(SECONDS)
     export_huggingface_async(tmp_path / "n", {"w": np.ones(3)}, staging=memory).wait(SECONDS)
 
-    class DefaultGroup(rank_threads.Threads):
+    class DefaultGroup(SingleGroup):
         is_default = True
 
-    group = DefaultGroup(([None] * 2, threading.Barrier(2)), 0)
     with pytest.raises(ValueError, match="torch's default group"):
-        export_huggingface_async(path, {"w": np.ones(3)}, group=group)
+        export_huggingface_async(path, {"w": np.ones(3)}, group=DefaultGroup())
 
 
 def test_cancelling_leaves_no_folder(tmp_path, path, write_gate):

@@ -12,7 +12,6 @@ import pytest
 from checkpoint_model import STEPS, files_of, flipped, good, part, same, views_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_threads import run_ranks
 from sparse_checkpoint import as_pairs, check_reads, checksums, stored_index
 from thread_team import num_threads, run_in_threads
 from tries import tries
@@ -31,6 +30,7 @@ from mlstate.checkpoint import (
 )
 from mlstate.checkpoint._store import codecs as _codecs
 from mlstate.errors import ChecksumError, FormatError
+from mlstate.testing import run_ranks
 
 pytest.importorskip("zstandard")
 
@@ -444,7 +444,7 @@ def test_ranks_compress_their_shards(path):
         state = {"w": Shard(rows, layout, group.rank, shape=array.shape)}
         return mlstate.save(path, state, group=group, compress=["zlib", "zstd"][group.rank])
 
-    results = run_ranks(save)
+    results = run_ranks(2, save)
     assert [checkpoint.stored_nbytes < array.nbytes / 2 for checkpoint in results] == [True, True]
     layers = [shard.layers[0].codec for shard in inspect(path).shards()]
     assert layers == ["zlib", "zstd"]

@@ -15,7 +15,6 @@ import child
 import numpy as np
 import pytest
 from interruption import signal_once
-from rank_threads import run_local
 from test_save import every_kind, native, random
 from thread_team import num_threads
 
@@ -33,6 +32,7 @@ from mlstate.checkpoint import (
 from mlstate.checkpoint._save import job as save_job
 from mlstate.checkpoint._save import shards as save_shards
 from mlstate.collectives import LocalGroup
+from mlstate.testing import run_ranks
 
 SECONDS = 20
 pytestmark = [
@@ -662,7 +662,7 @@ def check_ranks(path, step=2):
 
 @pytest.mark.parametrize("budget", [None, 5000, 0])
 def test_ranks_that_are_threads(path, budget):
-    assert run_local(lambda group: save_as_rank(group, path, budget)) == ["good", "good"]
+    assert run_ranks(2, lambda group: save_as_rank(group, path, budget)) == ["good", "good"]
     check_ranks(path)
 
 

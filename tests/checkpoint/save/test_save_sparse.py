@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from checkpoint_model import flip, good, part, views_of
-from rank_threads import run_ranks
 from word_model import WordModel
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, load, save_async
+from mlstate.testing import run_ranks
 
 ROWS, WIDTH = 400, 64
 ROW_BYTES = 4 * WIDTH
@@ -198,7 +198,7 @@ def test_ranks_save_their_rows(path):
 
     for step in range(3):
         array[step : step + 5] += 1  # the first rank holds all of them
-        results = run_ranks(lambda group, step=step: save(group, step))
+        results = run_ranks(2, lambda group, step=step: save(group, step))
         written = [checkpoint.written["new_bytes"] for checkpoint in results]
         assert step == 0 or written == [5 * ROW_BYTES, 0]
         assert good(path, {"e": array})

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from checkpoint_model import files_of, flip
-from rank_threads import run_ranks as run
+from rank_threads import outcomes
 
 import mlstate
 from mlstate import _core
@@ -18,6 +18,7 @@ from mlstate.checkpoint._folder.names import MANIFEST
 from mlstate.checkpoint._manager import step_roots
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.checkpoint._store.open_path import open_files
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 
@@ -44,7 +45,7 @@ def test_shards_that_make_no_tensor_do_not_replace_a_checkpoint(path, other):
         shard = Shard(array, layout, group.rank, shape=shape)
         return mlstate.save(path, {"w": shard}, group=group)
 
-    first, second = run(save)
+    first, second = outcomes(2, save)
     assert isinstance(first, mlstate.FormatError)
     assert "a shard of rank 0 and one of rank 1" in str(first)
     assert isinstance(second, mlstate.CollectiveError)
@@ -104,7 +105,7 @@ def test_ranks_that_lack_a_part_of_a_tensor_replace_no_checkpoint(path, case):
     mlstate.save(path, {"w": ROWS})
     before = set(files_of(path))
     state, text = INCOMPLETE[case]
-    for error in run(lambda group: mlstate.save(path, state(group), group=group), 3):
+    for error in outcomes(3, lambda group: mlstate.save(path, state(group), group=group)):
         with pytest.raises((ValueError, mlstate.CollectiveError), match=text):
             raise error
     assert set(files_of(path)) == before
@@ -122,7 +123,7 @@ def test_parts_without_elements_and_copies_are_not_missed(path):
         state["copied"] = Shard(ROWS, replica=part)
         return mlstate.save(path, state, group=group)
 
-    assert run(save, 3)[2].world_size == 3
+    assert run_ranks(3, save)[2].world_size == 3
     model = mlstate.load(path).model
     np.testing.assert_array_equal(model["short"], ROWS[:2])
     np.testing.assert_array_equal(model["copied"], ROWS)
@@ -171,7 +172,7 @@ def test_a_step_of_one_rank_overrides_the_steps_of_optimizers(path, rank):
         step = {"step": 7} if group.rank == rank else {}
         return mlstate.save(path, {"w": ROWS}, optimizer, group=group, **step).step
 
-    assert run(save) == [7, 7]
+    assert run_ranks(2, save) == [7, 7]
     assert mlstate.load(path).step == 7
 
 
@@ -179,7 +180,7 @@ def test_a_step_that_only_another_rank_passes_is_stored(path):
     def save(group):
         return mlstate.save(path, {"w": ROWS}, group=group, step=5 if group.rank else None)
 
-    run(save)
+    run_ranks(2, save)
     assert mlstate.load(path).step == 5
 
 
@@ -195,7 +196,7 @@ def test_rank_mismatch_names_the_difference(path, case, asynchronous):
             return mlstate.checkpoint.save_async(path, **arguments(group.rank), group=group).wait()
         return mlstate.save(path, **arguments(group.rank), group=group)
 
-    first, second = run(save)
+    first, second = outcomes(2, save)
     if case in ("metadata", "value"):
         assert isinstance(first, mlstate.CollectiveError)
         assert first.rank == 1
@@ -216,7 +217,7 @@ def test_failed_first_commit_leaves_no_files(path, monkeypatch):
         patch.setattr(_core, "file_replace", full)
         with pytest.raises(mlstate.StoreError, match="no room"):
             mlstate.save(path, {"w": np.ones(3)})
-        results = run(lambda group: mlstate.save(path, {"w": np.ones(3)}, group=group))
+        results = outcomes(2, lambda group: mlstate.save(path, {"w": np.ones(3)}, group=group))
     assert [type(error) for error in results] == [mlstate.StoreError, mlstate.CollectiveError]
     assert set(files_of(path)) == {"lock"}
 
@@ -261,7 +262,7 @@ def test_ranks_that_see_other_steps_restore_the_same_one(manager, monkeypatch):
         return manager.restore_latest(group=group).step
 
     monkeypatch.setattr(CheckpointFiles, "list_roots", listed)
-    assert run(restore) == [3, 3]
+    assert run_ranks(2, restore) == [3, 3]
 
 
 def test_invalid_restore_on_one_rank_fails_all(manager):
@@ -269,7 +270,7 @@ def test_invalid_restore_on_one_rank_fails_all(manager):
         target = np.zeros(4 - group.rank)
         return manager.restore_latest(group=group, into={"model": {"w": target}})
 
-    first, second = run(restore)
+    first, second = outcomes(2, restore)
     assert isinstance(second, mlstate.CompatibilityError)
     assert isinstance(first, mlstate.CompatibilityError) and first.rank == 1
 
@@ -298,13 +299,13 @@ def test_damaged_steps_of_several_ranks_do_not_count_to_keep(path):
 
     managers = [CheckpointManager(path, keep=2) for _ in range(2)]
     for step in (1, 2):
-        assert run(lambda group, step=step: save(group, step)) == [None, None]
+        run_ranks(2, lambda group, step=step: save(group, step))
     [lost] = path.glob(f"params/*{managers[0].checkpoint(2).generation}-1.safetensors")
     lost.unlink()
-    assert run(lambda group: save(group, 3)) == [None, None]
+    run_ranks(2, lambda group: save(group, 3))
     assert managers[0].steps() == [1, 2, 3]
     np.testing.assert_array_equal(managers[1].restore(1).model["w"], [1, 1, 1, 2, 2, 2])
-    assert run(lambda group: save(group, 4)) == [None, None]
+    run_ranks(2, lambda group: save(group, 4))
     assert managers[0].steps() == [3, 4]
     assert not mlstate.verify(path).leftover
 
@@ -316,7 +317,7 @@ def test_states_are_cut_with_parameters_that_another_rank_stores(path):
     rng = np.random.default_rng(5)
     model = {"w": rng.random((4, 6))}
     optimizer = {"w.col": rng.random(6), "w.row": rng.random(4), "w.m": rng.random((4, 6))}
-    run(lambda group: mlstate.save(path, model, optimizer, group=group), world_size=3)
+    run_ranks(3, lambda group: mlstate.save(path, model, optimizer, group=group))
     part = mlstate.load(path, rank=1, world_size=2, layout="rows").optimizer
     np.testing.assert_array_equal(part["w.col"], optimizer["w.col"])
     np.testing.assert_array_equal(part["w.row"], optimizer["w.row"][2:])
@@ -330,7 +331,7 @@ def test_shards_of_states_know_a_parameter_that_only_the_first_rank_stores(path)
         optimizer = {"w.col": Shard(half, Layout.rows(2), group.rank, shape=(6,))}
         return mlstate.save(path, model, optimizer, group=group)
 
-    run(save)
+    run_ranks(2, save)
     part = mlstate.load(path, rank=1, world_size=2, layout=Layout.axis(1, 2)).optimizer
     np.testing.assert_array_equal(part["w.col"], [3.0, 4.0, 5.0])
     part = mlstate.load(path, rank=1, world_size=2, layout="rows").optimizer

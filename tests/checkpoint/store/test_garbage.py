@@ -5,11 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from rank_threads import run_ranks
 
 import mlstate
 from mlstate.checkpoint._folder import writer_lock as _lock
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need POSIX")
 
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need 
 def save(path, value):
     """Two ranks save; return the generation."""
     state = {f"layer.{i}": np.full((4, 3), value + i) for i in range(3)}
-    save_mine = lambda group: mlstate.save(path, state, layout="rows", group=group)  # noqa: E731
-    run_ranks(save_mine, 2)
+    run_ranks(2, lambda group: mlstate.save(path, state, layout="rows", group=group))
     return mlstate.checkpoint.inspect(path).generation
 
 

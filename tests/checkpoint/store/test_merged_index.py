@@ -7,7 +7,7 @@ import pytest
 from checkpoint_model import same
 from index_tables import records_of, tables_of
 from json_checksums import START, renew_checksum
-from rank_threads import run_local
+from rank_threads import outcomes
 
 import mlstate
 from mlstate import _core
@@ -75,7 +75,7 @@ def test_indexes_that_disagree_name_the_later_one(tmp_path):
         shard = Shard(np.ones(2, "f4"), Layout.rows(3), group.rank, shape=(6,))
         mlstate.save(tmp_path, {"w": shard}, group=group)
 
-    run_local(save, 3)
+    outcomes(3, save)
     records = open_files(tmp_path).read_manifest().indexes
     texts = [(tmp_path / record.path).read_bytes() for record in records]
     paths = tuple(str(tmp_path / record.path) for record in records)

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from rank_threads import run_local
+from rank_threads import outcomes
 from torch import nn
 
 import mlstate
 from mlstate import CompatibilityError
+from mlstate.testing import run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -67,7 +68,7 @@ def saved(path, names_of_ranks, layer=nn.Linear):
         mlstate.save(path, *pair, group=group)
         return content(pair)
 
-    contents = run_local(save, len(names_of_ranks))
+    contents = run_ranks(len(names_of_ranks), save)
     return {name: value for each in contents for name, value in each.items()}
 
 
@@ -85,7 +86,7 @@ def load_into(path, names_of_ranks, layer=nn.Linear, **options):
             return error
         return content(pair)
 
-    return run_local(load, len(names_of_ranks))
+    return run_ranks(len(names_of_ranks), load)
 
 
 def copy_of(value):
@@ -150,7 +151,7 @@ def test_a_stage_that_loads_itself_gets_only_its_entries(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": pair[0]}, group=group)
         return pair[0].state_dict()
 
-    for loaded in run_local(load):
+    for loaded in run_ranks(2, load):
         check_equal(loaded, expected)
 
 
@@ -164,7 +165,7 @@ def test_each_rank_may_rename_tensors_differently(tmp_path):
         mlstate.load(tmp_path / "c", into=into, group=group, rename=rules)
         return content(pair)
 
-    for name, loaded in zip("ab", run_local(load), strict=True):
+    for name, loaded in zip("ab", run_ranks(2, load), strict=True):
         check_equal({n.replace("layer.", f"{name}."): v for n, v in loaded.items()}, expected)
 
 
@@ -176,12 +177,12 @@ def test_chosen_names_need_a_rank_that_loads_them(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": model}, group=group, names=names)
         return model.state_dict()
 
-    for loaded in run_local(lambda group: load(group, ["a", "b"])):
+    for loaded in run_ranks(2, lambda group: load(group, ["a", "b"])):
         check_equal(loaded, expected)
-    for error in run_local(lambda group: load(group, ["a", "c"])):
+    for error in outcomes(2, lambda group: load(group, ["a", "c"])):
         assert isinstance(error, CompatibilityError) and '"c.bias"' in str(error)
     # rank 1 has the name, but does not choose it
-    for error in run_local(lambda group: load(group, ["a", "b"] if group.rank == 0 else [])):
+    for error in outcomes(2, lambda group: load(group, ["a", "b"] if group.rank == 0 else [])):
         assert isinstance(error, CompatibilityError) and '"b.bias"' in str(error)
 
 
@@ -191,7 +192,7 @@ def test_named_states_of_stages_are_loaded_together(tmp_path):
         mlstate.save(tmp_path, pair[0], states={"ema": pair[0], "optimizer": pair[1]}, group=group)
         return content(pair)
 
-    expected = {name: value for each in run_local(save) for name, value in each.items()}
+    expected = {name: value for each in run_ranks(2, save) for name, value in each.items()}
 
     def load(group):
         pair, ema = part(STAGES[group.rank], 5), part(STAGES[group.rank], 6)[0]
@@ -200,7 +201,7 @@ def test_named_states_of_stages_are_loaded_together(tmp_path):
         check_equal(ema.state_dict(), expected)
         return content(pair)
 
-    for loaded in run_local(load):
+    for loaded in run_ranks(2, load):
         check_equal(loaded, expected)
 
 
@@ -217,8 +218,8 @@ def test_arrays_of_ranks_are_filled_together_or_not_at_all(tmp_path):
             return str(error)
         return all(np.array_equal(array, arrays[name]) for name, array in into.items())
 
-    assert run_local(lambda group: load(group, ["ab", "bc"])) == [True, True]
-    for text in run_local(lambda group: load(group, ["a", "b"])):
+    assert run_ranks(2, lambda group: load(group, ["ab", "bc"])) == [True, True]
+    for text in run_ranks(2, lambda group: load(group, ["a", "b"])):
         assert '"c"' in text and '"b"' not in text
 
 
@@ -230,6 +231,6 @@ def test_all_ranks_raise_the_error_of_one(tmp_path):
         into = {"model": model, "states": [] if group.rank else None}
         mlstate.load(tmp_path / "c", into=into, group=group)
 
-    errors = run_local(load)
+    errors = outcomes(2, load)
     assert isinstance(errors[1], TypeError)
     assert "rank 1: TypeError" in str(errors[0]) and "Unexpected" not in str(errors[0])

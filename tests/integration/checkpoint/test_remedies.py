@@ -10,6 +10,7 @@ import pytest
 import mlstate
 from mlstate import OptimizerStateDict
 from mlstate.checkpoint._states.containers import equal_values
+from mlstate.testing import run_ranks
 
 torch = pytest.importorskip("torch", reason="has optimizers")
 
@@ -345,12 +346,10 @@ def one_target_for_two_states(folder):
 
 @case
 def values_of_other_ranks(folder):
-    from rank_threads import run_ranks
-
     def save(group):
         mlstate.save(folder, states={"x": {"rank": group.rank}}, group=group)
 
-    run_ranks(save, 2)
+    run_ranks(2, save)
     into = {"states": {"x": {"rank": 7}}}
     text = r"pass group=, or rank= and world_size=2 .*, or leave this state out of into="
     yield lambda: mlstate.load(folder, into=into), text

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from group_model import raises
+from rank_threads import Messages
 from sharded_models import flat, model, sharded, train, trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
@@ -30,25 +31,6 @@ from mlstate.distributed import DistributedStateCollector
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
 
-class Recording:
-    """A group that records the size of its largest message of elements."""
-
-    def __init__(self, group):
-        self._group = group
-        self.largest = 0
-
-    def __getattr__(self, name):
-        return getattr(self._group, name)
-
-    def all_to_all(self, array, *, out, **keywords):
-        self.largest = max(self.largest, array.nbytes, out.nbytes)
-        return self._group.all_to_all(array, out=out, **keywords)
-
-    def broadcast(self, array, **keywords):
-        self.largest = max(self.largest, array.nbytes)
-        return self._group.broadcast(array, **keywords)
-
-
 def same(actual, expected):
     assert set(actual) == set(expected), (set(actual), set(expected))
     for name, value in expected.items():
@@ -66,9 +48,9 @@ def check_states(states, module, optimizer):
 
 def gathered(group, source, **keywords):
     """The full state on rank 0, gathered in messages of a few bytes; None on other ranks."""
-    recording = Recording(group)
-    full = DistributedStateCollector(recording).gather_full_state(source, max_bytes=64, **keywords)
-    assert recording.largest <= 64
+    messages = Messages(group)
+    full = DistributedStateCollector(messages).gather_full_state(source, max_bytes=64, **keywords)
+    assert max(messages.sizes["all_to_all"], default=0) <= 64
     if group.rank:
         assert full is None
         return None
@@ -103,9 +85,9 @@ def sent_back(group, module, full):
     if full is not None:  # replicas are the module's own arrays
         full = {name: value.clone() for name, value in full.items()}
     fill(module)
-    recording = Recording(group)
-    DistributedStateCollector(recording).broadcast_state(module, source=full, max_bytes=64)
-    assert recording.largest <= 64
+    messages = Messages(group)
+    DistributedStateCollector(messages).broadcast_state(module, source=full, max_bytes=64)
+    assert max(messages.sizes["broadcast"], default=0) <= 64
 
 
 def local_state(group, source, **keywords):

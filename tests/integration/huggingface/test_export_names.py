@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from checkpoint_kinds import KINDS
-from rank_threads import run_local
 
 import mlstate
 from mlstate import CompatibilityError
 from mlstate.cli import main
+from mlstate.testing import run_ranks
 
 SMALL = ["--max-shard-bytes", "20KB"]
 
@@ -85,7 +85,7 @@ def test_ranks_agree_on_the_names_that_only_the_first_can_see(tmp_path):
         own = source if group.rank == 0 else tmp_path / "absent"
         mlstate.export_huggingface(tmp_path / "copy", {"w": shard}, group=group, files_from=own)
 
-    assert run_local(export) == [None, None]
+    run_ranks(2, export)
     assert names_in(tmp_path / "copy") == ["diffusion_pytorch_model.safetensors"]
     assert mlstate.load(tmp_path / "copy").model["w"][:, 0].tolist() == [0, 0, 1, 1]
 
