@@ -1,5 +1,5 @@
 /* py_bucket: buckets of gradients: which arrays are used without a copy or refused;
- * messages; sketches.
+ * messages; sketches; squares in a tree.
  *
  * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
  * the arrays alive. Packing and reducing then need no Python objects.
@@ -18,6 +18,7 @@
 #include "base/memory.h"
 #include "base/size.h"
 #include "gradients/ams_sketch.h"
+#include "gradients/reduce/tree.h"
 
 /* A bucket, with references that keep its arrays alive. */
 typedef struct held_bucket {
@@ -547,4 +548,35 @@ PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
         return mlspy_raise(state, &st, NULL);
     }
     return Py_BuildValue("(dd)", sum.signed_sum, sum.magnitude);
+}
+
+/* tree_squares(array, first) -> [float]
+ *
+ * Sums of squares of the subtrees of a contiguous array, whose first element has index
+ * `first` in the whole array.
+ */
+PyObject *core_tree_squares(mlspy_state *state, PyObject *const *args)
+{
+    mlspy_view view = {0};
+    mls_status st;
+    double sums[MLS_MOST_SUBTREES];
+    int64_t first;
+    size_t elements = 0, subtrees = 0;
+    PyObject *list = NULL;
+    if (mlspy_take_int64(state, args[1], "first", &first) < 0 ||
+        view_packed(state, args[0], "an array", false /* read-only */, &view) < 0) {
+        return NULL;
+    }
+    (void)mls_tensor_count(&view.tensor, &elements);
+    const mls_code code = mls_tree_squares_check(view.tensor.dtype, &st);
+    if (code == MLS_OK) {
+        PyThreadState *saved = mlspy_leave_python(elements);
+        subtrees = mls_tree_squares(state->kernels, view.tensor.dtype, view.tensor.data,
+                                    (size_t)first, elements, sums);
+        mlspy_resume_python(saved);
+        list = PyList_New((Py_ssize_t)subtrees);
+        MLSPY_PUT_EACH(list, i, subtrees, PyFloat_FromDouble(sums[i]));
+    }
+    mlspy_view_release(&view);
+    return code == MLS_OK ? list : mlspy_raise(state, &st, NULL);
 }
