@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags, check_number
+from .._common.arguments import check_flags, check_int, check_number
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
@@ -22,7 +22,7 @@ from ..collectives._engine import OperationQueue
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
 from ._config import FSDP
-from ._gradient_ops import LocalSums, add, clear, copy_gradient
+from ._gradient_ops import LocalSums, add, clear, copy_gradient, detached
 from ._hook_registry import ModelHooks, check_gradients
 from ._pass import BackwardPass, BucketPlan
 from ._report import BackwardReport
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
     from .._types import Array
     from ._backend import ModuleHooks
+    from ._leaf_exchange import LeafStep
+
+_ALWAYS_ACCUMULATES = (
+    "order='tree' adds up all micro-batches until finish_step: do not pass accumulate and "
+    "keep_full_gradient"
+)
 
 
 class FSDPBackwardHook:
@@ -87,6 +93,7 @@ class FSDPBackwardHook:
         self._module_hooks: ModuleHooks | None = None  # of a torch module
         self._model_hooks: ModelHooks | None = None  # of another model
         self._is_synced = True  # False inside `no_sync`
+        self._step = fsdp._new_step()  # with order="tree"
         self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
         self._lock = threading.Lock()  # protects `_pass`
         # runs `scatter_multiple_async` calls one after the other
@@ -187,6 +194,8 @@ class FSDPBackwardHook:
         check_flags(keep_full_gradient=keep_full_gradient, accumulate=accumulate)
         is_module = getattr(model, "named_parameters", None) is not None
         check_gradients(gradients, is_module, keep_full_gradient or accumulate)
+        if self._step is not None and (keep_full_gradient or accumulate):
+            raise ValueError(_ALWAYS_ACCUMULATES)
         if sharding_units is None or not len(sharding_units):
             return
         self._bind_units(sharding_units)
@@ -203,6 +212,7 @@ class FSDPBackwardHook:
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
+            self._refuse_tree("register_hooks of an object that is not a torch module")
             self._model_hooks = ModelHooks(model, units, self._scatter_in_hook)
         else:
             raise TypeError(
@@ -226,7 +236,11 @@ class FSDPBackwardHook:
         hooks = self._module_hooks
         assert hooks is not None
         if not self._is_synced:
-            hooks.keep_unsent(name)
+            if self._step is None:
+                hooks.keep_unsent(name)
+            else:
+                self._step.hold(name, hooks.parameters[name].grad)
+                hooks.take(name, None)
             return
         with self._lock:
             self._abandon_aborted()
@@ -241,12 +255,26 @@ class FSDPBackwardHook:
             current.token = token
             current.add(name, gradient, on_failure, problem)
 
-    def _current_pass(self) -> BackwardPass:
-        """Return the current pass, a new one if there is none; the caller holds the lock."""
+    def _current_pass(self, *, is_leaf: bool = True) -> BackwardPass:
+        """Return the current pass, a new one if there is none; the caller holds the lock.
+
+        `is_leaf`: with order="tree", whether a new pass computes a leaf.
+        """
         if self._pass is None:
             with _core.deferred_interrupts():
-                self._pass = BackwardPass(self._plan, self._reducer)
+                self._pass = BackwardPass(self._plan, self._reducer, self._step)
+            if self._step is not None:
+                self._drop_last_step()
+                self._step.begin(is_leaf=is_leaf)
         return self._pass
+
+    def _drop_last_step(self) -> None:
+        """Drop the local gradients of the last step if a new one begins."""
+        assert self._step is not None
+        if self._step.is_new:
+            for unit in self._plan.units.values():
+                unit.local_gradient = None
+        self._step.is_new = False
 
     def _abandon_aborted(self) -> None:
         """Abandon a torch pass that an error ended before all gradients had arrived.
@@ -267,6 +295,8 @@ class FSDPBackwardHook:
             finally:
                 self._pass = None
                 current.abandon()
+                if self._step is not None:
+                    self._step.reset()
 
     def _abandon_if_idle(self) -> None:
         """Abandon an aborted pass, unless a thread holds the lock: then a pass is alive."""
@@ -322,6 +352,8 @@ class FSDPBackwardHook:
         array([1., 1.])
         """
         check_flags(accumulate=accumulate)
+        if accumulate and self._step is not None:
+            raise ValueError(_ALWAYS_ACCUMULATES)
         self._bind_units(sharding_units)
         self._plan = BucketPlan(sharding_units, self._reducer, accumulate=accumulate)
 
@@ -331,6 +363,11 @@ class FSDPBackwardHook:
 
         The first backward pass after the context reduces the sums. Until then, each rank holds
         full gradients; a module's gradients stay in ``parameter.grad``.
+
+        With ``order="tree"``, run each backward pass inside `leaf`. The rank adds up its leaves in
+        the tree and sends at most 2 log2 sums, with the first pass after the context or in
+        `finish_step`. It holds as many full gradients, if its indices are consecutive; other
+        indices need up to ``max_pending``.
 
         Examples
         --------
@@ -377,7 +414,10 @@ class FSDPBackwardHook:
         if name not in self._plan.units:
             raise ValueError(f"{name!r} has no sharding unit here")
         if not self._is_synced:
-            self._sums.add(name, gradient)
+            if self._step is None:
+                self._sums.add(name, gradient)
+            else:
+                self._step.hold(name, detached(gradient))
             return
         problem = ""
         if self._sums:
@@ -407,30 +447,155 @@ class FSDPBackwardHook:
         """
         with self._lock:
             self._abandon_aborted()
-            if self._pass is None and not self._is_synced:
-                return
-            hooks = self._module_hooks
-            with _core.deferred_interrupts() as section:
-                current, ended = self._current_pass(), perf_counter()
-                try:
-                    with section.allowed():
-                        self._add_missing(current)
-                        current.finish()
-                        if hooks is not None and hooks.is_full:
-                            fsdp = self._fsdp
-                            hooks.gather_full(self._plan.buckets, fsdp.process_group, fsdp.timeout)
-                except BaseException:
-                    current.fail_others()
-                    if hooks is not None and hooks.is_full:
-                        hooks.drop_full()
-                    raise
-                finally:
-                    self._pass = None
-                    current.session.close()
-                    if hooks is not None and not hooks.is_full:
-                        hooks.add_earlier()
-                    if current.session.events is not None:
-                        self._report = BackwardReport(current.times, ended, current.session.events)
+            if self._pass is not None or self._is_synced:
+                self._finish_pass()
+
+    def _finish_pass(self, *, is_leaf: bool = True) -> None:
+        """Implement `finish`; the caller holds the lock. `is_leaf`: as for `_current_pass`."""
+        hooks, step = self._module_hooks, self._step
+        with _core.deferred_interrupts() as section:
+            current, ended = self._current_pass(is_leaf=is_leaf), perf_counter()
+            try:
+                with section.allowed():
+                    self._add_missing(current)
+                    current.finish()
+                    if step is not None:
+                        step.end_pass()
+                    elif hooks is not None and hooks.is_full:
+                        self._gather_full(hooks)
+            except BaseException:
+                current.fail_others()
+                self._drop_sums()
+                raise
+            finally:
+                self._pass = None
+                current.session.close()
+                if hooks is not None and not hooks.is_full:
+                    hooks.add_earlier()
+                if current.session.events is not None:
+                    self._report = BackwardReport(current.times, ended, current.session.events)
+
+    def _gather_full(self, hooks: ModuleHooks) -> None:
+        """Store the reduced full gradients in the parameters."""
+        hooks.gather_full(self._plan.buckets, self._fsdp.process_group, self._fsdp.timeout)
+
+    def _drop_sums(self) -> None:
+        """Drop the leaves of a step, and full gradients, after an error."""
+        if self._step is not None:
+            self._step.reset()
+        if self._module_hooks is not None and self._module_hooks.is_full:
+            self._module_hooks.drop_full()
+
+    # ---- order="tree" ----
+
+    @contextmanager
+    def leaf(self, index: int) -> Iterator[None]:
+        """Give the micro-batch of the backward pass in this context its index in the step.
+
+        Parameters
+        ----------
+        index : int
+            From 0 to the number of micro-batches of all ranks. Default without this context: the
+            micro-batches are dealt out to the ranks in turn, so rank r has r, r + ranks, and so on.
+
+        Raises
+        ------
+        ValueError
+            If the order of the `FSDP` is not ``"tree"``, or `index` is negative.
+
+        Notes
+        -----
+        An index that comes twice, one that is missing at the end of the step, and one that needs
+        more than ``max_pending`` sums raise `CollectiveError` on every rank. All leaves of the step
+        are then dropped. Leaf by leaf, in any order of the ranks, the owner of a part holds
+        log2 of the leaves as sums of its part, and one for each rank.
+
+        Examples
+        --------
+        See `finish_step`.
+        """
+        step = self._tree_step("leaf")
+        step.given = check_int("index", index, 0)
+        if not self._is_synced:
+            self._drop_last_step()
+            step.hold_leaf(step.given)
+        try:
+            yield
+        finally:
+            step.given = None
+
+    def finish_step(self) -> int:
+        """End a step with ``order="tree"``: store the sums of all leaves, and return their number.
+
+        All ranks must call it before the optimizer steps, also those that had fewer micro-batches
+        than others, or none: they take part in the passes of the others until all have called it.
+
+        Returns
+        -------
+        int
+            Number of micro-batches of all ranks.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, if the passes of `finish` raise it, an index is missing, or a sum is not
+            finite. The leaves are then dropped.
+        ValueError
+            If the order of the `FSDP` is not ``"tree"``.
+
+        Notes
+        -----
+        Sums of 16- and 8-bit floats are float32 until they are divided and rounded once. A
+        micro-batch in which a parameter has no gradient adds nothing to it; a parameter without
+        a gradient in all of them has none.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> from mlstate.testing import run_ranks
+        >>> def step(group):
+        ...     unit = FSDPShardingUnit("w", (1,), "float32", group.rank)
+        ...     hook = FSDPBackwardHook(FSDP(group, op="mean", order="tree"))
+        ...     hook.use_units({"w": unit})
+        ...     for index in range(group.rank, 5, group.world_size):
+        ...         with hook.leaf(index):
+        ...             hook.add_gradient("w", np.array([10.0**index], np.float32))
+        ...             hook.finish()
+        ...     return hook.finish_step(), unit.local_gradient
+        >>> run_ranks(1, step)[0], run_ranks(3, step)[0]
+        ((5, array([2222.2], dtype=float32)), (5, array([2222.2], dtype=float32)))
+        """
+        step, hooks = self._tree_step("finish_step"), self._module_hooks
+        with self._lock:
+            self._abandon_aborted()
+            while not step.has_ended:
+                self._finish_pass(is_leaf=False)
+            try:
+                count = step.store_totals(self._plan.units, self._reducer, self._fsdp.op == "mean")
+                if hooks is not None and hooks.is_full:
+                    self._gather_full(hooks)
+            except BaseException:
+                for unit in self._plan.units.values():
+                    unit.local_gradient = None
+                self._drop_sums()
+                raise
+        return count
+
+    def _tree_step(self, operation: str) -> LeafStep:
+        """Return the current step; raise ValueError if the order is of ranks."""
+        if self._step is None:
+            raise ValueError(f"{operation} needs FSDP(group, order='tree')")
+        return self._step
+
+    def _refuse_tree(self, operation: str) -> None:
+        """Raise ValueError if the order is a tree: the operation reduces gradients at once."""
+        if self._step is not None:
+            raise ValueError(
+                f"{operation} reduces at once, but order='tree' adds up all micro-batches of a "
+                "step: call use_units, then add_gradient and finish for each micro-batch, and "
+                "finish_step"
+            )
 
     def _add_missing(self, current: BackwardPass) -> None:
         """Complete the pass `current` with the parameters for which it computed no gradient.
@@ -508,6 +673,7 @@ class FSDPBackwardHook:
         >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
         array([1., 1.])
         """
+        self._refuse_tree("scatter_gradient")
         self._abandon_if_idle()
         bind_unit(unit, self._reducer.rank, self._reducer.world_size)
         return self._reducer.scatter_one(unit, full_gradient)
@@ -549,6 +715,7 @@ class FSDPBackwardHook:
         """
         if not sharding_units or _is_empty("full_gradients", full_gradients):
             return
+        self._refuse_tree("scatter_multiple")
         self._abandon_if_idle()
         bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
         self._reducer.scatter(sharding_units, full_gradients)
@@ -731,6 +898,8 @@ class FSDPBackwardHook:
             raise ValueError(f"atol must be 0 or more, got {atol}")
         if unreduced is not None and full_gradients is not None:
             raise ValueError("pass full_gradients or unreduced, not both")
+        if unreduced is not None:
+            self._refuse_tree("verify_gradients with unreduced=")
         if sharding_units:
             bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
         if unreduced is None:

@@ -21,6 +21,7 @@ from ._gradient_ops import add, detached, location_of, memory_of, packed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ._leaf_order import Node
     from ._sharding_unit import FSDPShardingUnit
 
 # full gradient, number of elements in each rank's part, output for this rank's part
@@ -49,6 +50,7 @@ class Entry:
         "fits",
         "gradient",
         "is_unused",
+        "nodes",
         "nonfinite",
         "on_failure",
         "out",
@@ -80,6 +82,8 @@ class Entry:
             problem = problem or absence
         self.replaces = True  # False: `store` added the sum to the local gradient
         self.on_failure = on_failure
+        # with order="tree": arrays by node of the leaves to send, instead of a gradient to reduce
+        self.nodes: dict[Node, Any] | None = None
         self.out: Any = None  # this rank's part of the sum; None before `find_memory`
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
         # Whether the core can read the gradient as it is. Fast path: the core checks common
@@ -128,12 +132,20 @@ class Entry:
         `accumulate`: add it to an existing local gradient instead.
         """
         unit = self.unit
-        if accumulate and unit.local_gradient is not None:
+        if self.nodes is not None:  # the sum is stored at the end of the step
+            pass
+        elif accumulate and unit.local_gradient is not None:
             self.replaces = False
             add({unit.parameter_name: unit.local_gradient}, {unit.parameter_name: self.out})
         else:
             unit.local_gradient = self.out
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop the gradient and its memory."""
         self.gradient = self.source = self.out = self.on_failure = None
+        if self.nodes:
+            self.nodes = {}
 
     def undo_unused(self) -> None:
         """Undo `store` for a parameter that no rank used, whose stored sum is zeros.
@@ -151,7 +163,7 @@ class Entry:
         self.unit.local_gradient = None
         if self.on_failure is not None:
             self.on_failure()
-        self.gradient = self.source = self.out = self.on_failure = None
+        self._drop()
 
 
 class FullBucket(NamedTuple):

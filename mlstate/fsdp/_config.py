@@ -5,11 +5,13 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_flags, check_number
+from .._common.arguments import check_flags, check_int, check_number
 from .._common.budget import parse_size
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
+from ._leaf_exchange import LeafStep
+from ._leaf_order import MOST_PENDING, check_order
 from ._reducer import Reducer
 from ._sharding_unit import dtype_text
 
@@ -25,7 +27,8 @@ class FSDP:
     process_group : ProcessGroup
         The ranks. `mlstate.collectives` and `mlstate.integrations` provide groups.
     op : {"sum", "mean", "min", "max"}, default "sum"
-        The reduction over ranks.
+        The reduction over ranks. With ``order="tree"`` a mean is over the micro-batches of the
+        step, so that it does not depend on the number of ranks, and there are no minima and maxima.
     gradient_divide_factor : float, optional
         Divisor of the sums, applied in float32 or wider before rounding; for ``op="sum"`` only.
         Default: 1. ``op="mean"`` divides by the number of ranks.
@@ -46,6 +49,15 @@ class FSDP:
         If every rank has missing gradients, the ranks exchange their names at the end of the pass.
     timeout : float, optional
         Timeout of each operation in seconds. Default: the group's timeout.
+    order : {"rank", "tree"}, default "rank"
+        Order of the additions. ``"rank"``: in rank order, in each backward pass. ``"tree"``: of
+        all micro-batches of a step, in one binary tree over their global indices
+        (`FSDPBackwardHook.leaf`), until `FSDPBackwardHook.finish_step`. Then the bits of a sum are
+        the same for any number of ranks.
+    max_pending : int, default 32
+        With ``order="tree"``, the most sums that a rank holds at once, because the indices next to
+        them have not arrived: each of the size of its parts, or inside ``no_sync`` of the full
+        gradients. An index that would need more is an error.
     record : bool, default False
         Record when each gradient arrives and each bucket is reduced, for
         `FSDPBackwardHook.report`.
@@ -83,6 +95,8 @@ class FSDP:
         nonfinite: str = "error",
         allow_unused: bool = False,
         timeout: float | None = None,
+        order: str = "rank",
+        max_pending: int = MOST_PENDING,
         record: bool = False,
     ) -> None:
         """Check the arguments, which the class describes; sends nothing to other ranks."""
@@ -94,6 +108,10 @@ class FSDP:
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
         check_flags(allow_unused=allow_unused, record=record)
         self.allow_unused: bool = bool(allow_unused)
+        self._order = check_order(order, "rank")
+        if order == "tree" and self._op not in ("sum", "mean"):
+            raise ValueError(f"order='tree' needs op='sum' or 'mean', got {self._op!r}")
+        self._most_pending = check_int("max_pending", max_pending, 1)
         self._terms = Terms(
             # a mean is a sum with a divisor
             op="sum" if self._op == "mean" else self._op,
@@ -107,6 +125,8 @@ class FSDP:
             "bucket_bytes": self.bucket_bytes,
             "nonfinite": nonfinite,
             "allow_unused": self.allow_unused,
+            "order": order,
+            "max_pending": self._most_pending,
         }
         self._timeout = check_timeout(timeout)
         self._reducer = Reducer(
@@ -116,11 +136,13 @@ class FSDP:
     def _divisor(self, factor: float | None) -> float:
         """Return the number that sums are divided by.
 
-        It is `factor`; if that is None, the number of ranks for "mean", and otherwise 1. Raises
-        ValueError if `factor` is 0 or not finite, or if the reduction is not "sum".
+        It is `factor`; if that is None, the number of ranks for "mean", and otherwise 1, also for
+        the mean of leaves, whose number is known at the end of a step. Raises ValueError if
+        `factor` is 0 or not finite, or if the reduction is not "sum".
         """
         if factor is None:
-            return float(self.world_size) if self._op == "mean" else 1.0
+            is_mean = self._op == "mean" and self._order == "rank"
+            return float(self.world_size) if is_mean else 1.0
         divisor = check_number("gradient_divide_factor", factor)
         if self._op != "sum":
             raise ValueError(f"gradient_divide_factor needs op='sum', got {self._op!r}")
@@ -140,8 +162,19 @@ class FSDP:
 
     @property
     def divisor(self) -> float:
-        """Divisor of the sums."""
+        """Divisor of the sums; 1 for a mean with ``order="tree"``, whose leaves are not known."""
         return self._terms.divisor
+
+    @property
+    def order(self) -> str:
+        """Order of the additions: rank or tree."""
+        return self._order
+
+    def _new_step(self) -> LeafStep | None:
+        """Return a step without leaves for a hook; None if the order is of ranks."""
+        if self._order == "rank":
+            return None
+        return LeafStep(self.rank, self.world_size, self._most_pending)
 
     @property
     def timeout(self) -> float | None:
@@ -159,7 +192,8 @@ class FSDP:
         return int(self._group.world_size)
 
     def __repr__(self) -> str:
-        return f"FSDP(rank {self.rank} of {self.world_size}, op={self._op!r})"
+        order = "" if self._order == "rank" else f", order={self._order!r}"
+        return f"FSDP(rank {self.rank} of {self.world_size}, op={self._op!r}{order})"
 
 
 def _reduce_dtype(dtype: DType) -> str:

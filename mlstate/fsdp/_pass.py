@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..collectives._work import Work
+    from ._leaf_exchange import LeafStep
     from ._reducer import Reducer
     from ._sharding_unit import FSDPShardingUnit
 
@@ -63,10 +64,11 @@ class BackwardPass:
     The caller holds a lock during each call. A thread reduces full buckets meanwhile.
     """
 
-    def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
+    def __init__(self, plan: BucketPlan, reducer: Reducer, step: LeafStep | None = None) -> None:
         """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
 
-        Raises CollectiveError if that reducer runs another pass.
+        `step`: with order="tree", the step of which the pass sends leaves. Raises CollectiveError
+        if that reducer runs another pass.
         """
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
@@ -75,12 +77,13 @@ class BackwardPass:
         self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
         self._plan = plan
         self._reducer = reducer
+        self._step = step
         self._missing_counts = [len(bucket) for bucket in plan.buckets]  # gradients yet to arrive
         self._full_at = [0.0] * len(plan.buckets)  # `perf_counter` at the last gradient; 0: none
         self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
         self._works: list[Work] = []  # calls of `_reduce_submitted` in the thread
-        self.session = Session(reducer)
+        self.session = Session(reducer, step)
 
     def add(
         self,
@@ -100,9 +103,7 @@ class BackwardPass:
                 on_failure()
             raise ValueError(f"{name!r} already has a gradient in this backward pass")
         plan = self._plan
-        allow_unused = self._reducer.allow_unused
-        entry = Entry(plan.units[name], gradient, problem, on_failure, allow_unused=allow_unused)
-        self.arrived[name] = entry
+        self.arrived[name] = self._new_entry(name, gradient, on_failure, problem)
         number = plan.bucket_of[name]
         self._missing_counts[number] -= 1
         if self.session.events is not None:
@@ -123,15 +124,32 @@ class BackwardPass:
         are allowed. The other arguments are as for `add`.
         """
         absence = "the backward pass gave no gradient"
-        self.arrived[name] = Entry(
-            self._plan.units[name],
-            gradient,
-            problem,
-            on_failure,
-            allow_unused=self._reducer.allow_unused,
-            absence=absence,
-        )
+        self.arrived[name] = self._new_entry(name, gradient, on_failure, problem, absence)
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
+
+    def _new_entry(
+        self,
+        name: str,
+        gradient: object,
+        on_failure: Callable[[], None] | None,
+        problem: str,
+        absence: str = "",
+    ) -> Entry:
+        """Return the entry of a gradient; the arguments are as for `add` and `Entry`.
+
+        With order="tree" it has the nodes to send. A parameter without a gradient in the leaf of
+        the pass then needs one in a leaf that this rank holds.
+        """
+        step, allow_unused = self._step, self._reducer.allow_unused
+        unit = self._plan.units[name]
+        may_lack = allow_unused or step is not None
+        entry = Entry(unit, gradient, problem, on_failure, allow_unused=may_lack, absence=absence)
+        if step is not None:
+            gradient = None if entry.is_unused or entry.problem else entry.gradient
+            entry.nodes, entry.problem = step.take(name, gradient, entry.problem)
+            if not (entry.nodes or entry.problem or allow_unused or step.is_idle):
+                entry.problem = absence or "no gradient"
+        return entry
 
     def finish(self) -> None:
         """Reduce the remaining buckets, end the session with all ranks, and raise the failures.

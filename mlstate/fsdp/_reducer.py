@@ -31,11 +31,14 @@ from ._backend import GradientBackend
 from ._bucket import Entry, FullBucket, Terms
 from ._disagreement import Result, compare_descriptions
 from ._gradient_ops import norm_partials, on_host
+from ._leaf_exchange import SentLeaves, add_leaves
 from ._report import Bucket
 from ._sharding_unit import FSDPShardingUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ._leaf_exchange import LeafStep
 
 _LISTED = 5  # failures that an error lists
 OVERFLOW = "with a GradScaler, which skips such steps, pass nonfinite='allow'"
@@ -48,6 +51,7 @@ ENDED = 2  # this rank has nothing more to reduce
 CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank reduces any of them
 UNUSED = 8  # with ENDED: this rank reduced zeros for parameters that it did not use
 IDLE = 16  # this rank has no inputs left: its gradients are zeros, and do not count in a mean
+STEP_ENDED = 32  # with order="tree": this rank has no more leaves in this step
 
 
 class Header(NamedTuple):
@@ -60,17 +64,19 @@ class Header(NamedTuple):
     waited: float  # seconds that this rank waited for the others at its last header
     ready: int = 1  # number of buckets that this rank has ready
     plan: bytes = b""  # digest of all buckets of the session; empty: later ones are unknown
+    leaves: bytes = b""  # with order="tree": `SentLeaves` of the bucket, after the 64 bytes
 
     def pack(self) -> bytes:
-        """Return the header as 64 bytes; `ready` is cut off at the limit of its field."""
-        return _HEADER.pack(_MAGIC, *self[:5], min(self.ready, _MAX_READY), self.plan)
+        """Return the header as bytes; `ready` is cut off at the limit of its field."""
+        fields = (*self[:5], min(self.ready, _MAX_READY), self.plan)
+        return _HEADER.pack(_MAGIC, *fields) + self.leaves
 
     @classmethod
     def unpack(cls, data: bytes) -> Header | None:
         """Return the header in `data`, or None if `data` is a message of another kind."""
-        if len(data) != _HEADER.size or data[:4] != _MAGIC:
+        if len(data) < _HEADER.size or data[:4] != _MAGIC:
             return None
-        return cls(*_HEADER.unpack(data)[1:])
+        return cls(*_HEADER.unpack(data[: _HEADER.size])[1:], data[_HEADER.size :])
 
 
 def digest_of(facts: Iterable[str], settings: Mapping[str, Any]) -> bytes:
@@ -106,6 +112,7 @@ class ConsistencyCheck:
         *,
         ready: int = 1,
         plan: bytes = b"",
+        leaves: bytes = b"",
         pack: Callable[[], Any] | None = None,
     ) -> tuple[list[Header], int]:
         """Exchange headers before a bucket; `facts` describe its parameters.
@@ -113,15 +120,16 @@ class ConsistencyCheck:
         Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
         on the first one or a rank refuses or has ended, more than one if all ranks have these ready
         and have equal plans. If the group can exchange bytes without this thread, `pack` runs
-        meanwhile. `settings`: of this bucket. `nonfinite`, `flags`, `ready`, `plan`: members of
-        this rank's header.
+        meanwhile. `settings`: of this bucket. `nonfinite`, `flags`, `ready`, `plan`, `leaves`:
+        members of this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
-        header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
+        header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan, leaves)
         headers = self._exchange(header, pack)
         next_buckets = {(other.sequence, other.digest) for other in headers}
         # an idle rank reduces zeros like the others
-        if len(next_buckets) > 1 or any(other.flags & ~IDLE for other in headers):
+        refusals = [other.flags & ~(IDLE | STEP_ENDED) for other in headers]
+        if len(next_buckets) > 1 or any(refusals):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1
@@ -201,9 +209,13 @@ class Session:
     class of this rank's error before; an entry must then have a problem.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        """Open a session of `reducer`; raise CollectiveError if it has one already."""
+    def __init__(self, reducer: Reducer, step: LeafStep | None = None) -> None:
+        """Open a session of `reducer`; raise CollectiveError if it has one already.
+
+        `step`: with order="tree", the step whose leaves the session sends.
+        """
         self._reducer = reducer
+        self._step = step
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, reducer.settings)
         self._unused: list[Entry] = []  # reduced as zeros, because this rank did not use them
         self._pending: list[Entry] = []  # sums not yet confirmed as finite on all ranks
@@ -252,6 +264,8 @@ class Session:
         try:
             if self._error is not None:
                 raise self._error
+            if self._step is not None and self._step.has_ended:
+                return len(buckets), None
             if self._is_refused:
                 for entry in [entry for bucket in buckets for entry in bucket.entries]:
                     entry.fail()
@@ -275,6 +289,9 @@ class Session:
         by `perf_counter`.
         """
         first, terms, _ = buckets[0]  # `first`: its entries
+        step = self._step
+        if step is not None:  # each bucket has a header, which describes its leaves
+            buckets = buckets[:1]
         handles = self._reducer.prepare(buckets)
         settings = {"gradient_divide_factor": terms.divisor, "accumulate": terms.accumulate}
         headers, count = self._check.exchange_buckets(
@@ -282,18 +299,32 @@ class Session:
             settings,
             self._count_nonfinite(),
             (REFUSED if any(entry.problem for entry in first) else 0)
-            | (CALL_REFUSED if self.refusal is not None else 0),
+            | (CALL_REFUSED if self.refusal is not None else 0)
+            | (STEP_ENDED if step is not None and step.is_idle else 0),
             ready=len(handles),
             plan=plan,
-            pack=(lambda: self._reducer.pack(handles[0])) if handles[0] is not None else None,
+            leaves=b"" if step is None else step.describe(first),
+            pack=(
+                None
+                if handles[0] is None or (step is not None and step.is_idle)
+                else lambda: self._reducer.pack(handles[0])
+            ),
         )
         agreed = perf_counter()
         self._store_pending(headers)
         if not count:
             return 1, self._agreed_entries(entries, settings, headers)
+        if step is not None and all(header.flags & STEP_ENDED for header in headers):
+            step.has_ended = True
+            return 1, None
         for bucket, handle in zip(buckets[:count], handles, strict=False):
             self._check.sequence += 1
-            self._reducer.sum_bucket(bucket, handle)
+            if step is None:
+                self._reducer.sum_bucket(bucket, handle)
+            else:
+                assert handle is not None
+                sent = [SentLeaves.unpack(header.leaves) for header in headers]
+                add_leaves(self._reducer, first, handle, sent, step.sums_of(first))
             self._pending = [*self._pending, *bucket.entries]
             self._pending_terms = bucket.terms
             self._unused += [entry for entry in bucket.entries if entry.is_unused]
@@ -381,7 +412,9 @@ class Session:
         own_counts = {}
         for entry in entries:
             name = entry.unit.parameter_name
-            own_counts[name] = norm_partials({name: entry.source})[name][1], entry.nonfinite
+            sources = [entry.source] if entry.nodes is None else list(entry.nodes.values())
+            own = sum([norm_partials({name: source})[name][1] for source in sources])
+            own_counts[name] = own, entry.nonfinite
         texts = self._reducer.group.gather_bytes(
             json.dumps(own_counts).encode(), timeout=self._reducer.timeout
         )
@@ -422,7 +455,7 @@ class Session:
         name, for the error. The error is a CollectiveError, or on a rank that refused the call of
         the class `refusal`.
         """
-        has_ended = self._is_refused
+        has_ended = self._is_refused or (self._step is not None and self._step.has_ended)
         while not has_ended:
             started = perf_counter()
             headers, has_ended = self._check.exchange_end(
@@ -472,6 +505,7 @@ class Reducer:
         self.queue = OperationQueue("mlstate-fsdp", group.rank)  # its thread reduces during a pass
         self.settings = dict(settings)
         self.allow_unused = bool(settings.get("allow_unused"))
+        self.refuses_nonfinite = terms.nonfinite == "error"
         self.record = record
         # what `pack` returned for the message in `_send`; None: nothing is packed
         self._packed: tuple[list[int], int] | None = None
@@ -712,11 +746,24 @@ class Reducer:
             text = f"{terms.op} of {len(entries)} arrays"
             partials = self.group._reduce_bucket(handle, text, self.timeout)
         else:
-            self._exchange_parts(*self._packed or self.pack(handle))
-            partials = _core.bucket_reduce(handle, self._receive)
+            partials = _core.bucket_reduce(handle, self.exchange(handle))
         self._packed = None
         for entry, (_, nonfinite) in zip(entries, partials, strict=True):
             entry.nonfinite = nonfinite
+
+    def new_handle(self, segments: list[Any]) -> _core.Bucket:
+        """Return a handle of arrays that replace those of a prepared bucket; see `_handle`."""
+        self._packed = None
+        return self._handle(segments, Terms())
+
+    def exchange(self, handle: _core.Bucket) -> Any:
+        """Exchange the messages of a prepared bucket; return those of the others, in rank order.
+
+        The memory is reused. The messages may have been packed already, with the headers.
+        """
+        self._exchange_parts(*self._packed or self.pack(handle))
+        self._packed = None
+        return self._receive
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its part of the packed message, and receive this rank's part from each.

@@ -47,7 +47,7 @@ def _item_bytes(dtype: str) -> int:
     return EXTENSIONS.get(dtype) or int(np.dtype(dtype).itemsize)
 
 
-def _numpy_dtype(dtype: str) -> Any:
+def numpy_dtype(dtype: str) -> Any:
     """Return NumPy's dtype of a name, or the one that mlstate stores bfloat16 and others in."""
     try:
         return np.dtype(dtype)
@@ -257,7 +257,7 @@ class FSDPShardingUnit:
         """
         if self.like is not None:
             return self.like.new_zeros(self.shape)
-        return np.zeros(self.shape, _numpy_dtype(self.dtype))
+        return np.zeros(self.shape, numpy_dtype(self.dtype))
 
     def shard(self) -> Shard:
         """Return the local gradient as a `Shard` that `mlstate.save` stores.

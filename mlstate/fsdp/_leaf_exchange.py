@@ -1,0 +1,314 @@
+"""Leaves of ``order="tree"`` on several ranks: what a pass sends, and the sums of a step.
+
+`_leaf_order` defines leaves and nodes. In each pass a rank sends the full gradients of one leaf, or
+the largest nodes of the leaves that it has held in `no_sync`. The owner of a part adds the parts of
+all ranks to its tree.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from ..collectives._arguments import failed
+from ._gradient_ops import on_host
+from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened
+from ._sharding_unit import numpy_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from ._bucket import Entry
+    from ._reducer import Reducer
+    from ._sharding_unit import FSDPShardingUnit
+
+_ALIGNMENT = 16  # of a part in a message (MLS_BUCKET_ALIGN)
+
+
+class SentLeaves(NamedTuple):
+    """What a rank sends of a bucket: nodes, and the parameters that lack a gradient in each."""
+
+    nodes: list[Node]
+    absent: list[set[int]]  # by node: positions in the bucket
+    are_gradients: bool  # as they were computed, instead of sums of leaves
+
+    def pack(self) -> bytes:
+        """Return the description as bytes, for a header."""
+        absent = [sorted(positions) for positions in self.absent]
+        return json.dumps([self.nodes, absent, self.are_gradients]).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SentLeaves:
+        """Return the description in `data`."""
+        nodes, absent, are_gradients = json.loads(data)
+        return cls(
+            [(level, position) for level, position in nodes], list(map(set, absent)), are_gradients
+        )
+
+
+class LeafStep:
+    """The leaves of one optimizer step of an `FSDPBackwardHook` with ``order="tree"``.
+
+    Sums of this rank's parts are in `sums_of`, by bucket. Leaves that this rank has computed inside
+    `no_sync` are held as sums of full gradients, until the next pass sends them.
+    """
+
+    def __init__(self, rank: int, world_size: int, most_pending: int) -> None:
+        """Create a step without leaves; at most `most_pending` sums are held at once."""
+        self._rank, self._world_size = rank, world_size
+        self._most_pending = most_pending
+        self._shards: dict[tuple[str, ...], LeafSums] = {}
+        self._tensors: dict[str, Any] = {}  # an empty tensor, by parameter whose gradient is one
+        self.given: int | None = None  # index of the next leaf
+        self.index: int | None = None  # leaf of the running pass; None: it only sends held leaves
+        self.nodes: list[Node] = []  # that the running pass sends
+        self.is_new = True  # no leaf was computed yet
+        self.has_ended = False  # all ranks have sent all of their leaves
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all leaves: the next one starts a new step."""
+        for sums in self._shards.values():
+            sums.clear()
+        self._count = 0  # leaves that this rank has begun
+        self._drop_held()
+        self.is_new, self.has_ended = True, False
+
+    def _drop_held(self) -> None:
+        self._held: dict[str, LeafSums] = {}  # by parameter
+        self._held_of: dict[str, set[int]] = {}  # leaves in which the parameter had a gradient
+        self._held_leaves: list[int] = []
+        self._problems: dict[str, str] = {}  # by parameter: why a held leaf cannot be sent
+
+    def hold_leaf(self, index: int) -> None:
+        """Begin a leaf inside `no_sync`."""
+        self._held_leaves.append(index)
+        self._count += 1
+
+    def hold(self, name: str, gradient: Any) -> None:
+        """Add a gradient that was computed inside `no_sync` to the sums that this rank holds.
+
+        Raises ValueError if the leaf has no index. Errors of the gradient are raised by the pass
+        that sends it, on all ranks.
+        """
+        if self.given is None:
+            raise ValueError(
+                "inside no_sync, order='tree' needs the index of each micro-batch: run its "
+                "backward pass in `with hook.leaf(index):`"
+            )
+        if self.given not in self._held_leaves:  # `leaf` was called before `no_sync`
+            self.hold_leaf(self.given)
+        leaves = self._held_of.setdefault(name, set())
+        sums = self._held.setdefault(name, LeafSums(self._most_pending))
+        try:
+            sums.add((0, self.given), {name: gradient})
+            leaves.add(self.given)
+        except Exception as error:  # other ranks wait for this one
+            self._problems.setdefault(name, f"{type(error).__name__}: {error}")
+
+    def begin(self, *, is_leaf: bool) -> None:
+        """Begin a pass; `is_leaf`: it computes a leaf, in addition to those held before."""
+        self.index = None
+        leaves = list(self._held_leaves)
+        if is_leaf:
+            own = self._count * self._world_size + self._rank
+            self.index = own if self.given is None else self.given
+            leaves.append(self.index)
+            self._count += 1
+        covered = LeafSums(max(len(leaves), 1))
+        twice = []
+        for leaf in leaves:
+            try:
+                covered.add((0, leaf), {})
+            except ValueError:  # all ranks raise it when they see the node
+                twice.append((0, leaf))
+        self.nodes = [*sorted(covered.nodes, key=leaves_of), *twice]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the pass sends nothing: this rank has no more leaves in this step."""
+        return not self.nodes
+
+    @property
+    def are_gradients(self) -> bool:
+        """Whether the pass sends a gradient as it was computed, or nothing."""
+        return not self._held_leaves
+
+    def take(self, name: str, gradient: Any, problem: str) -> tuple[dict[Node, Any], str]:
+        """Return the arrays of parameter `name` by node, and a problem or "".
+
+        `gradient`: of the pass; None: it has none. `problem`: of this gradient, or "".
+        """
+        problem = problem or self._problems.get(name, "")
+        if gradient is not None and not on_host(gradient):
+            problem = (
+                f"order='tree' adds gradients in main memory; this one is on {gradient.device}"
+            )
+        if problem or self.are_gradients:
+            nodes = {} if gradient is None or self.index is None else {(0, self.index): gradient}
+            return nodes, problem
+        sums = self._held.pop(name, None) or LeafSums(self._most_pending)
+        try:
+            for leaf in dict.fromkeys(self._held_leaves):
+                if leaf not in self._held_of.get(name, ()):
+                    sums.add((0, leaf), {})
+            if self.index is not None and self.index not in self._held_leaves:
+                sums.add((0, self.index), {} if gradient is None else {name: gradient})
+        except Exception as error:  # other ranks wait for this one
+            return {}, f"{type(error).__name__}: {error}"
+        return {node: arrays[name] for node, arrays in sums.nodes.items() if arrays}, ""
+
+    def describe(self, entries: Sequence[Entry]) -> bytes:
+        """Return `SentLeaves` of a bucket as bytes, for the header before it."""
+        absent = [
+            {i for i, entry in enumerate(entries) if node not in (entry.nodes or {})}
+            for node in self.nodes
+        ]
+        return SentLeaves(self.nodes, absent, self.are_gradients).pack()
+
+    def end_pass(self) -> None:
+        """End a pass that has sent its leaves."""
+        self._drop_held()
+
+    def sums_of(self, entries: Iterable[Entry]) -> LeafSums:
+        """Return the sums of the bucket with these entries."""
+        for entry in entries:
+            if is_torch(entry.source):
+                self._tensors[entry.unit.parameter_name] = entry.source.reshape(-1)[:0]
+        names = tuple([entry.unit.parameter_name for entry in entries])
+        return self._shards.setdefault(names, LeafSums(self._most_pending))
+
+    def store_totals(
+        self, units: Mapping[str, FSDPShardingUnit], reducer: Reducer, is_mean: bool
+    ) -> int:
+        """Store the sums of all leaves in `units`, end the step, and return the number of leaves.
+
+        `is_mean`: divide by that number, instead of the divisor of `reducer`. Raises
+        CollectiveError, on all ranks alike, if a leaf is missing or a sum is not finite.
+        """
+        shards = [sums for sums in self._shards.values() if sums.nodes]
+        count = shards[0].end if shards else 0
+        missing = shards[0].missing() if shards else ""
+        if missing:
+            raise failed("finish_step", self._rank, f"{missing}, and leaf {count - 1} was added")
+        bad = {}
+        for sums in shards:
+            totals, nonfinite = sums.take_total()
+            bad |= {name: number for name, number in nonfinite.items() if number}
+            for name, total in totals.items():
+                terms = reducer.terms(units[name])
+                divisor = float(count) if is_mean else terms.divisor
+                dtype = terms.reduce_dtype or units[name].dtype
+                units[name].local_gradient = self._finished(units[name], total, divisor, dtype)
+        self.reset()
+        if not reducer.refuses_nonfinite:
+            return count
+        texts = reducer.group.gather_bytes(json.dumps(bad).encode(), timeout=reducer.timeout)
+        for rank, text in enumerate(texts):
+            for name, number in json.loads(text).items():
+                where = f"shard of rank {rank}: {number:,}"
+                reason = f"{name!r}: the sum is not finite, all gradients are ({where})"
+                raise failed("finish_step", self._rank, reason)
+        return count
+
+    def _finished(self, unit: FSDPShardingUnit, total: Any, divisor: float, dtype: str) -> Any:
+        """Return the flat sum `total` of a unit's part, divided and rounded to `dtype`.
+
+        It is a tensor if a gradient was one.
+        """
+        if divisor != 1:
+            _core.reduce([total], total, "sum", divisor)
+        like = self._tensors.get(unit.parameter_name)
+        if like is None:
+            result = (
+                total
+                if total.dtype == numpy_dtype(dtype)
+                else np.empty(len(total), numpy_dtype(dtype))
+            )
+        else:
+            import torch
+
+            result = like.new_empty(len(total), dtype=getattr(torch, dtype))
+        if result is not total:
+            _core.state_load({"": result}, {"": total}, True, True, False)
+        return result.reshape(unit.local_shape)
+
+
+def add_leaves(
+    reducer: Reducer,
+    entries: Sequence[Entry],
+    handle: _core.Bucket,
+    sent: Sequence[SentLeaves],
+    sums: LeafSums,
+) -> None:
+    """Exchange the nodes of a prepared bucket, one of each rank at a time, and add them to `sums`.
+
+    `sent`: by rank, what it sends. Sets `nonfinite` of each entry. Raises CollectiveError, on all
+    ranks alike, for a leaf that was added before, or beyond `max_pending`.
+    """
+    units, own = [entry.unit for entry in entries], reducer.rank
+    are_gradients = all(each.are_gradients for each in sent)
+    dtype_of = numpy_dtype if are_gradients else sum_dtype
+    dtypes = [dtype_of(unit.dtype) for unit in units]
+    nonfinite: dict[str, int] = {}
+    for number in range(max(len(each.nodes) for each in sent)):
+        sources = [entry.source for entry in entries]
+        if not are_gradients:
+            own_nodes = sent[own].nodes[number : number + 1]
+            sources = [_sum_to_send(entry, own_nodes) for entry in entries]
+            outputs = [np.empty(u.counts[own], d) for u, d in zip(units, dtypes, strict=True)]
+            counts = [unit.counts for unit in units]
+            handle = reducer.new_handle(list(zip(sources, counts, outputs, strict=True)))
+        received = reducer.exchange(handle)
+        senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
+        for rank in sorted(senders, key=lambda rank: sent[rank].nodes[number]):
+            if rank == own:
+                parts = [_own_part(source, u) for source, u in zip(sources, units, strict=True)]
+            else:
+                parts = _split(received, units, dtypes, rank - (rank > own))
+            names = [unit.parameter_name for unit in units]
+            for position in sorted(sent[rank].absent[number], reverse=True):
+                del parts[position], names[position]
+            try:
+                nonfinite |= sums.add(
+                    sent[rank].nodes[number], dict(zip(names, parts, strict=True))
+                )
+            except ValueError as error:
+                raise failed("backward pass", own, f"rank {rank}: {error}") from None
+    for entry in entries:
+        entry.nonfinite = nonfinite.get(entry.unit.parameter_name, 0)
+
+
+def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
+    """Return the array of an entry's only node in `nodes`, wide and flat; zeros if it has none."""
+    unit = entry.unit
+    array = None if not nodes else (entry.nodes or {}).get(nodes[0])
+    if array is None:
+        return np.zeros(sum(unit.counts), sum_dtype(unit.dtype))
+    if not isinstance(array, np.ndarray) or array.dtype != sum_dtype(unit.dtype):
+        array, _ = widened(array)
+    return array.reshape(-1)
+
+
+def _own_part(source: Any, unit: FSDPShardingUnit) -> Any:
+    """Return this rank's part of its own array, flat."""
+    start = sum(unit.counts[: unit.shard_index])
+    return source.reshape(-1)[start : start + unit.counts[unit.shard_index]]
+
+
+def _split(
+    received: Any, units: Sequence[FSDPShardingUnit], dtypes: Sequence[Any], number: int
+) -> list[Any]:
+    """Return the parts in message `number` of those that this rank received, flat, as views."""
+    sizes = [u.counts[u.shard_index] * d.itemsize for u, d in zip(units, dtypes, strict=True)]
+    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    starts = accumulate(padded[:-1], initial=number * sum(padded))
+    return [
+        received[start : start + size].view(dtype)
+        for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
+    ]
