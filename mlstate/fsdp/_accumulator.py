@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_type
+from .._common.arguments import check_int, check_type
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_of
 from .._common.dtypes import FLOAT8S, FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
@@ -20,6 +20,7 @@ from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
 from ._gradient_ops import location_of
+from ._leaf_order import MOST_PENDING, LeafSums, check_order
 
 if TYPE_CHECKING:
     from .._types import Array, DType
@@ -206,6 +207,39 @@ def _readable(gradient: Any) -> Any:
     return backend_of(gradient, GradientBackend).readable(gradient)
 
 
+def _dtype_of_sum(dtype: str | None, gradient_dtype: str) -> str:
+    """Return the dtype of a finished sum; `dtype`: "float32" for that of narrow floats, or None."""
+    return (dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
+
+
+def _not_added_error(name: str, dtype: str) -> CompatibilityError:
+    """Return the error for gradients of parameter `name`, whose `dtype` has no sums."""
+    remedy = "; pass dtype='float32'" if dtype in NARROW_FLOATS else ""
+    text = f"'{name}': gradients of dtype {dtype} cannot be added up{remedy}"
+    return CompatibilityError(text, name=name, got=dtype)
+
+
+def _stand_in(gradient: Any) -> Any:
+    """Return an array of the kind, shape and dtype of `gradient` with one element of memory."""
+    if is_torch(gradient):
+        return gradient.new_empty(()).expand(gradient.shape)
+    native = gradient.dtype.newbyteorder("=")
+    return np.broadcast_to(np.empty((), native), gradient.shape)
+
+
+def _result(total: Any, dtype: str, like: Any) -> Any:
+    """Return the NumPy array `total`, rounded to `dtype`, as an array or tensor as `like`."""
+    result = total
+    if dtype_name(total) != dtype:
+        result = np.empty(total.shape, like.dtype if isinstance(like, np.ndarray) else "uint16")
+    if is_torch(like):
+        memory = result.reshape(-1).view(np.uint8)
+        result = backend_of(like, GradientBackend).tensor_in(memory, dtype, like)
+    if dtype_name(total) != dtype:
+        _copy_gradients({"": result}, {"": total})
+    return result
+
+
 def _check_dtype(dtype: DType | None) -> str | None:
     """Return "float32", or None if sums have the dtype of their gradients.
 
@@ -233,13 +267,21 @@ class GradientAccumulator:
     dtype : dtype, optional
         ``"float32"`` accumulates 8- and 16-bit floats in float32. Default: each gradient is
         accumulated in its own dtype.
+    order : {"arrival", "tree"}, default "arrival"
+        Order of the additions. ``"tree"``: in one binary tree over the indices of the micro-batches
+        (``add_gradients(..., index=)``), as by ``FSDP(order="tree")``. Sums of 8- and 16-bit floats
+        are then float32 until they are complete, and rounded once to the dtype of the result.
+    max_pending : int, default 32
+        With ``order="tree"``, the most sums that are held at once, because the indices next to
+        them have not arrived. In order of the indices that is log2 of the micro-batches.
 
     Raises
     ------
     ValueError
-        If `accumulation_steps` is not above 0, or `dtype` is neither None nor float32.
+        If `accumulation_steps` or `max_pending` is not above 0, `dtype` is neither None nor
+        float32, or `order` is another text.
     TypeError
-        If `accumulation_steps` is not an int.
+        If `accumulation_steps` or `max_pending` is not an int.
 
     Notes
     -----
@@ -250,6 +292,11 @@ class GradientAccumulator:
     The C core adds NumPy arrays and CPU tensors, and computes the norm and the number of
     non-finite elements in the same pass over memory. Torch adds tensors on other devices.
     Thread-safe: each call is atomic.
+
+    With ``order="tree"``, micro-batches may arrive in any order, a parameter without a gradient in
+    a micro-batch adds nothing, and only dense gradients in main memory are added. Indices need not
+    begin at 0: the sum of an aligned range, such as 4 to 7, is a part of the tree over all. `norm`
+    and `nonfinite` compute the sums so far, which copies them if there are several.
 
     References
     ----------
@@ -270,9 +317,16 @@ class GradientAccumulator:
     [3.0, 4.0]
     """
 
-    __slots__ = ("__weakref__", "_dtype", "_lock", "_steps", "_sums")
+    __slots__ = ("__weakref__", "_dtype", "_leaves", "_lock", "_steps", "_sums")
 
-    def __init__(self, accumulation_steps: int = 1, *, dtype: DType | None = None) -> None:
+    def __init__(
+        self,
+        accumulation_steps: int = 1,
+        *,
+        dtype: DType | None = None,
+        order: str = "arrival",
+        max_pending: int = MOST_PENDING,
+    ) -> None:
         """Check the arguments (see the class); no memory is allocated yet."""
         try:
             if isinstance(accumulation_steps, bool):
@@ -286,10 +340,16 @@ class GradientAccumulator:
             raise ValueError(f"accumulation_steps must be above 0, got {steps}")
         self._steps = steps
         self._dtype = _check_dtype(dtype)
+        check_int("max_pending", max_pending, 1)
+        is_tree = check_order(order, "arrival") == "tree"
+        # with order="tree"; `_sums` then has only the counts, and a stand-in for each gradient
+        self._leaves = LeafSums(max_pending, counts=False) if is_tree else None
         self._lock = Lock()
         self._sums: dict[str, _Sum] = {}
 
-    def add_gradients(self, gradients: Mapping[str, Array] | None) -> None:
+    def add_gradients(
+        self, gradients: Mapping[str, Array] | None, *, index: int | None = None
+    ) -> None:
         """Add the gradients of one micro-batch: all of them, or none if it raises.
 
         If a GPU fails during the addition, some may have been added.
@@ -300,6 +360,8 @@ class GradientAccumulator:
             Gradients by parameter name. They are read during the call, and no reference is
             kept. None or an empty mapping changes nothing. The set of parameters may differ
             from call to call.
+        index : int, optional
+            With ``order="tree"``, the index of the micro-batch. Default: the one after the highest.
 
         Raises
         ------
@@ -308,7 +370,8 @@ class GradientAccumulator:
             is dense and that sum is sparse, or if its dtype cannot be accumulated. A subclass of
             ValueError.
         ValueError
-            If a gradient is None.
+            If a gradient is None. With ``order="tree"``, also if a micro-batch with this index was
+            added in this round, or more than `max_pending` sums would be held.
         TypeError
             If `gradients` is not a mapping, a name is not a str, or a gradient is not an array.
 
@@ -325,7 +388,13 @@ class GradientAccumulator:
             return
         check_type("gradients", gradients, Mapping, "a mapping of parameter names to arrays")
         items = list(gradients.items())  # before locking: items() may call this object
+        if self._leaves is None and index is not None:
+            raise ValueError("index needs GradientAccumulator(order='tree')")
         with self._lock:
+            if self._leaves is not None:
+                if items or index is not None:
+                    self._add_leaf(self._leaves, items, index)
+                return
             # Gradients by name: `core_sums` are added to existing sums, `first` start a round in
             # reused memory (`arrays`). The core has checked both; `others` are checked in Python.
             core_sums, others, arrays, first = {}, {}, {}, {}
@@ -358,6 +427,52 @@ class GradientAccumulator:
                 self._sums[name].begin(array)
             self._sums.update(started)
 
+    def _add_leaf(self, leaves: LeafSums, items: list[Any], index: int | None) -> None:
+        """Add a micro-batch to the tree; `items`: pairs of name and gradient."""
+        number = leaves.end if index is None else check_int("index", index, 0)
+        gradients, started = {}, {}
+        for name, value in items:
+            gradient = _check_gradient(name, value)
+            total = self._sums.get(name)
+            if total is not None and total.count:
+                _check_same(name, total, gradient)
+            else:
+                self._check_leaf(name, gradient)
+                started[name] = _Sum(_stand_in(gradient), dtype_name(gradient))
+                started[name].count = 0
+            gradients[name] = _readable(gradient)
+        leaves.add((0, number), gradients)
+        self._sums.update(started)
+        for name in gradients:
+            self._sums[name].count += 1
+            self._sums[name].norm_partial = None
+
+    def _check_leaf(self, name: str, gradient: Any) -> None:
+        """Raise CompatibilityError if the tree cannot add the gradient of parameter `name`."""
+        if _dtype_of_sum(self._dtype, dtype_name(gradient)) not in _ADDED:
+            raise _not_added_error(name, dtype_name(gradient))
+        if _readable(gradient) is None:
+            where = location_of(gradient)
+            raise CompatibilityError(
+                f"'{name}': order='tree' adds dense gradients in main memory, got {where}",
+                name=name,
+                got=where,
+            )
+
+    def _take_leaves(self, leaves: LeafSums) -> dict[str, Array]:
+        """Return the sums of all leaves in their dtypes, and start a new round; order="tree"."""
+        missing = leaves.missing(leaves.first)
+        if missing:
+            raise ValueError(f"{missing}, and micro-batches to {leaves.end - 1} were added")
+        totals, _ = leaves.take_total()
+        results = {}
+        for name, total in self._sums.items():
+            if total.count:
+                dtype = _dtype_of_sum(self._dtype, total.gradient_dtype)
+                results[name] = _result(totals[name], dtype, total.array)
+                total.count, total.norm_partial = 0, None
+        return results
+
     def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
         """Check gradients against existing sums; return new sums for those without one, by name.
 
@@ -380,19 +495,14 @@ class GradientAccumulator:
         it. Raises CompatibilityError if neither the core nor torch can add this dtype.
         """
         gradient_dtype = dtype_name(gradient)
-        dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
+        dtype = _dtype_of_sum(self._dtype, gradient_dtype)
         in_core = dtype in _ADDED and _readable(gradient) is not None
         if not in_core and is_torch(gradient) and dtype not in _NOT_ADDED:
             return _Sum(
                 backend_of(gradient, GradientBackend).copy_of(gradient, dtype), gradient_dtype
             )
         if not in_core:
-            error = CompatibilityError(
-                f"'{name}': gradients of dtype {gradient_dtype} cannot be added up"
-                + ("; pass dtype='float32'" if gradient_dtype in NARROW_FLOATS else "")
-            )
-            error.name, error.got = name, gradient_dtype
-            raise error
+            raise _not_added_error(name, gradient_dtype)
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
             backend = backend_of(gradient, GradientBackend)
@@ -451,6 +561,12 @@ class GradientAccumulator:
             NumPy array or a torch tensor, as the gradients were. The caller owns them; nothing is
             copied.
 
+        Raises
+        ------
+        ValueError
+            With ``order="tree"``, if the index of a micro-batch between the first and the last is
+            missing.
+
         Examples
         --------
         >>> import numpy as np
@@ -463,6 +579,8 @@ class GradientAccumulator:
         {}
         """
         with self._lock:
+            if self._leaves is not None:
+                return self._take_leaves(self._leaves)
             result = {}
             for name, total in self._sums.items():
                 if total.array is not None:
@@ -485,6 +603,8 @@ class GradientAccumulator:
         """
         with self._lock:
             self._sums.clear()
+            if self._leaves is not None:
+                self._leaves = LeafSums(self._leaves.most_pending, counts=False)
 
     @property
     def accumulation_steps(self) -> int:
@@ -528,11 +648,16 @@ class GradientAccumulator:
         """
         with self._lock:
             # sums that have gradients in this round
-            sums = {name: total for name, total in self._sums.items() if total.array is not None}
+            sums = {name: total for name, total in self._sums.items() if total.count}
             names = [
-                name for name, total in sums.items() if total.norm_partial is None and total.in_core
+                name
+                for name, total in sums.items()
+                if total.norm_partial is None and (total.in_core or self._leaves is not None)
             ]
             arrays = [sums[name].array for name in names]
+            if self._leaves is not None and names:
+                roots = self._leaves.total()
+                arrays = [roots[name] for name in names]
             for name, partial in zip(names, _core.norm_partials(names, arrays), strict=True):
                 sums[name].norm_partial = partial
             partials = {}

@@ -94,10 +94,14 @@ class LeafSums:
     only this object refers to; those of added nodes are kept for later ones.
     """
 
-    def __init__(self, most_pending: int = MOST_PENDING) -> None:
-        """Create an empty set of leaves, of which at most `most_pending` nodes are held at once."""
+    def __init__(self, most_pending: int = MOST_PENDING, *, counts: bool = True) -> None:
+        """Create an empty set of leaves, of which at most `most_pending` nodes are held at once.
+
+        `counts`: count the non-finite elements of all sums.
+        """
         self.nodes: dict[Node, dict[str, Any]] = {}
-        self._most_pending = most_pending
+        self.most_pending = most_pending
+        self._counts = counts
         self._spare: dict[str, list[Any]] = {}
 
     def check(self, node: Node) -> None:
@@ -111,7 +115,7 @@ class LeafSums:
                     "has another index"
                 )
         level, position = node
-        if (level, position ^ 1) not in self.nodes and len(self.nodes) >= self._most_pending:
+        if (level, position ^ 1) not in self.nodes and len(self.nodes) >= self.most_pending:
             raise ValueError(
                 f"leaf {start} comes while {len(self.nodes)} sums wait for their neighbours, as "
                 "many as max_pending allows; add leaves in order of their indices, or pass a "
@@ -147,17 +151,25 @@ class LeafSums:
         """
         counts, first = {}, {name: array for name, array in arrays.items() if name not in sums}
         for name, array in () if owned else first.items():
-            spare = self._spare.get(name)
-            first[name], counts[name] = widened(array, spare.pop() if spare else None)
+            first[name], counts[name] = widened(array, self._take_spare(name, array))
         names = [name for name in arrays if name in sums]
         targets, sources = [sums[name] for name in names], [arrays[name] for name in names]
-        partials = _core.accumulate(names, targets, sources, 1.0, True)
-        for name, source, (_, count) in zip(names, sources, partials, strict=True):
-            counts[name] = count
-            if owned:
-                self._spare.setdefault(name, []).append(source)
+        if self._counts:
+            partials = _core.accumulate(names, targets, sources, 1.0, True)
+            counts.update(zip(names, [count for _, count in partials], strict=True))
+        else:
+            _core.accumulate(names, targets, sources, 1.0, False)
+        for name, source in zip(names, sources, strict=True) if owned else ():
+            self._spare.setdefault(name, []).append(source)
         sums.update(first)
         return counts
+
+    def _take_spare(self, name: str, array: Any) -> Any:
+        """Return memory of an earlier sum that fits one of `array`, or None."""
+        spare = self._spare.get(name)
+        like = spare.pop() if spare else None
+        fits = like is not None and like.shape == tuple(array.shape)
+        return like if fits and like.dtype == sum_dtype(dtype_name(array)) else None
 
     def missing(self, start: int = 0) -> str:
         """Return a text about the first missing leaves from `start` on, or "" if none is."""
@@ -199,7 +211,7 @@ class LeafSums:
         """
         if len(self.nodes) == 1:
             return next(iter(self.nodes.values()))
-        copies = LeafSums(self._most_pending)
+        copies = LeafSums(self.most_pending)
         copies.nodes = {
             node: {name: array.copy() for name, array in sums.items()}
             for node, sums in self.nodes.items()
