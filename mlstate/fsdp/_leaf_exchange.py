@@ -255,7 +255,6 @@ def add_leaves(
     are_gradients = all(each.are_gradients for each in sent)
     dtype_of = numpy_dtype if are_gradients else sum_dtype
     dtypes = [dtype_of(unit.dtype) for unit in units]
-    nonfinite: dict[str, int] = {}
     for number in range(max(len(each.nodes) for each in sent)):
         sources = [entry.source for entry in entries]
         if not are_gradients:
@@ -275,13 +274,12 @@ def add_leaves(
             for position in sorted(sent[rank].absent[number], reverse=True):
                 del parts[position], names[position]
             try:
-                nonfinite |= sums.add(
-                    sent[rank].nodes[number], dict(zip(names, parts, strict=True))
-                )
+                counts = sums.add(sent[rank].nodes[number], dict(zip(names, parts, strict=True)))
             except ValueError as error:
                 raise failed("backward pass", own, f"rank {rank}: {error}") from None
-    for entry in entries:
-        entry.nonfinite = nonfinite.get(entry.unit.parameter_name, 0)
+            for entry in entries:  # a sum of these leaves has those of each
+                count = counts.get(entry.unit.parameter_name, 0)
+                entry.nonfinite = max(entry.nonfinite, count)
 
 
 def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
