@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 from ...._common.set_module import set_module
 from ....collectives._arguments import dtype_name, failed
 from ....collectives._engine import OperationQueue
+from ....fsdp._backward_hook import FSDPBackwardHook
+from ....fsdp._config import FSDP
 from ....fsdp._gradient_ops import norm_partials
+from ....fsdp._leaf_order import check_order
 from ....fsdp._reducer import IDLE, OVERFLOW, REFUSED, ConsistencyCheck
+from ....fsdp._sharding_unit import sharding_units
 from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
@@ -18,8 +22,13 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.integrations.torch")
 def all_reduce_with(
-    model: object, group: Any, *, nonfinite: str = "error", timeout: float | None = None
-) -> None:
+    model: object,
+    group: Any,
+    *,
+    nonfinite: str = "error",
+    order: str = "rank",
+    timeout: float | None = None,
+) -> FSDPBackwardHook | None:
     """Make a group reduce the gradients of a DDP model to their mean, in every backward pass.
 
     Parameters
@@ -32,8 +41,20 @@ def all_reduce_with(
     nonfinite : {"error", "allow"}, default "error"
         Whether NaN or infinity in a gradient raises an error on every rank, at the end of the
         backward pass. Use ``"allow"`` if a gradient scaler looks for them.
+    order : {"rank", "tree"}, default "rank"
+        ``"tree"``: all micro-batches of a step are added in one tree, and their mean has the same
+        bits for any number of ranks (see `FSDP`).
     timeout : float, optional
         Timeout of each operation in seconds. Default: the group's timeout.
+
+    Returns
+    -------
+    FSDPBackwardHook or None
+        With ``order="tree"``, the hook of the model's parameters. Each backward pass, inside of
+        ``model.no_sync()`` too, is a micro-batch, whose index `FSDPBackwardHook.leaf` can give.
+        Call `FSDPBackwardHook.finish_step` before the optimizer's step: it stores the mean over
+        the micro-batches in ``parameter.grad``, which has this rank's last gradient until then.
+        DDP itself then reduces nothing, and does not broadcast buffers.
 
     Raises
     ------
@@ -85,9 +106,33 @@ def all_reduce_with(
             f"this is rank {ranks.rank()} of the model's {ranks.size()}, and rank {group.rank} "
             f"of the group's {group.world_size}: both must have the same ranks"
         )
+    if check_order(order, "rank") == "tree":
+        return _add_in_tree(model, group, nonfinite, seconds)
     buckets = _Buckets(model, group, nonfinite == "error", seconds)
     # a function without annotations: torch refuses those that are text
     model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
+    return None
+
+
+def _add_in_tree(model: Any, group: Any, nonfinite: str, timeout: float | None) -> FSDPBackwardHook:
+    """Return a hook that reduces the model's gradients in a tree, and end DDP's own reductions.
+
+    DDP would add up several passes before its communication hook sees them, and wait for ranks
+    that have fewer micro-batches.
+    """
+    fsdp = FSDP(
+        group,
+        op="mean",
+        nonfinite=nonfinite,
+        allow_unused=model.find_unused_parameters,
+        timeout=timeout,
+        order="tree",
+    )
+    hook = FSDPBackwardHook(fsdp)
+    hook.register_hooks(model.module, sharding_units(model.module, group), gradients="full")
+
+    model.require_backward_grad_sync = False  # as in its no_sync
+    return hook
 
 
 class _Pass(PassErrors):

@@ -10,6 +10,7 @@ from .... import _core
 from ...._common.set_module import set_module
 from ....errors import CollectiveError
 from ....fsdp._bucket import Entry, FullBucket, Terms
+from ....fsdp._leaf_order import check_order
 from ....fsdp._reducer import Reducer, Session
 from ....fsdp._sharding_unit import FSDPShardingUnit
 from .backward import PassErrors, check_reduction
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.integrations.torch")
 def reduce_scatter_with(
-    module: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
+    module: Any,
+    group: Any,
+    *,
+    nonfinite: str = "error",
+    order: str = "rank",
+    timeout: float | None = None,
 ) -> None:
     """Make a group reduce the gradients of all FSDP2 modules in a module.
 
@@ -35,6 +41,9 @@ def reduce_scatter_with(
     nonfinite : {"error", "allow"}, default "error"
         Whether NaN or infinity in a sum raises an error on every rank, at the end of the
         backward pass. Use ``"allow"`` if a gradient scaler looks for them.
+    order : {"rank"}, default "rank"
+        Order of the additions. ``"tree"`` is refused: FSDP2 itself adds up micro-batches, on one
+        rank and without gradient synchronization, in an order that depends on the ranks.
     timeout : float, optional
         Timeout of each operation in seconds. Default: the group's timeout.
 
@@ -43,7 +52,8 @@ def reduce_scatter_with(
     TypeError
         If `group` is not a process group.
     ValueError
-        If `module` has no FSDP2 modules, or they are sharded over ranks other than `group`'s.
+        If `module` has no FSDP2 modules, they are sharded over ranks other than `group`'s, or
+        `order` is ``"tree"``.
 
     Notes
     -----
@@ -80,6 +90,12 @@ def reduce_scatter_with(
     from torch.distributed.fsdp import FSDPModule
 
     group, seconds = check_reduction(group, nonfinite, timeout)
+    if check_order(order, "rank") == "tree":
+        raise ValueError(
+            "order='tree' needs the gradient of each micro-batch, and FSDP2 adds them up itself; "
+            "register the module without fully_shard: FSDPBackwardHook(FSDP(group, order='tree'))"
+            ".register_hooks(module, sharding_units(module, group))"
+        )
     fsdp_modules_by_name = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
     if not fsdp_modules_by_name:
         raise ValueError(

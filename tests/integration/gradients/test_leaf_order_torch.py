@@ -1,0 +1,193 @@
+"""order="tree" of torch models: one digest of the weights on any number of ranks over gloo."""
+
+import contextlib
+import hashlib
+
+import gloo_ranks
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mlstate.collectives import SingleGroup
+from mlstate.fsdp import (
+    FSDP,
+    FSDPBackwardHook,
+    GradientAccumulator,
+    clip_grad_norm,
+    sharding_units,
+)
+from mlstate.integrations.torch import all_reduce_with, reduce_scatter_with
+from mlstate.testing import run_ranks
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
+
+LEAVES, STEPS = 5, 3
+
+
+class Words(torch.nn.Module):
+    """Tied embeddings, attention and an MLP."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.words = torch.nn.Embedding(11, 8)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(8, 9), torch.nn.GELU(), torch.nn.Linear(9, 8)
+        )
+        self.out = torch.nn.Linear(8, 11, bias=False)
+        self.out.weight = self.words.weight
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.out(x + self.mlp(x))
+
+
+def loss_of(model, step, leaf):
+    generator = torch.Generator().manual_seed(1000 * step + leaf)
+    tokens = torch.randint(11, (4, 6), generator=generator)
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def digest_of(model):
+    texts = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
+    return hashlib.sha256(b"".join(texts)).hexdigest()
+
+
+def adam_of(parameters):
+    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
+
+
+def with_an_accumulator():
+    """One process without ranks."""
+    model, accumulator = Words(), GradientAccumulator(LEAVES, order="tree")
+    parameters = dict(model.named_parameters())
+    adam = adam_of(parameters.values())
+    for step in range(STEPS):
+        for leaf in range(LEAVES):
+            model.zero_grad()
+            loss_of(model, step, leaf).backward()
+            accumulator.add_gradients({name: p.grad for name, p in parameters.items()})
+        sums = accumulator.get_and_clear_gradients()
+        units = sharding_units(model, SingleGroup())
+        for name, parameter in parameters.items():
+            parameter.grad = sums[name] / LEAVES
+            units[name].local_gradient = parameter.grad.view(-1)
+        clip_grad_norm(units, 0.5, SingleGroup(), order="tree")
+        adam.step()
+    return digest_of(model)
+
+
+def with_shards(group, *, holds=False):
+    """Each rank updates its part; with `holds`, consecutive leaves are added up before."""
+    model = Words()
+    parameters, units = dict(model.named_parameters()), sharding_units(model, group)
+    hook = FSDPBackwardHook(FSDP(group, op="mean", order="tree", bucket_bytes=600))
+    hook.register_hooks(model, units)
+    parts = {n: u.layout.take(parameters[n].detach(), group.rank).clone() for n, u in units.items()}
+    adam = adam_of(parts.values())
+    chunk = -(-LEAVES // group.world_size)
+    mine = range(group.rank, LEAVES, group.world_size)
+    if holds:
+        mine = range(LEAVES)[group.rank * chunk : (group.rank + 1) * chunk]
+    for step in range(STEPS):
+        for leaf in mine:
+            with hook.no_sync() if holds else contextlib.nullcontext(), hook.leaf(leaf):
+                loss_of(model, step, leaf).backward()
+        assert hook.finish_step() == LEAVES
+        clip_grad_norm(units, 0.5, group, order="tree")
+        for name, part in parts.items():
+            part.grad = units[name].local_gradient
+        adam.step()
+        for name, part in parts.items():
+            whole = group.all_gather(part, counts=units[name].counts)
+            parameters[name].data.copy_(whole.view_as(parameters[name]))
+    hook.close()
+    return digest_of(model)
+
+
+def with_full_gradients(group, *, wrapped=False):
+    """The optimizer has all parameters; `wrapped`: in DDP, some passes in its no_sync."""
+    model = Words()
+    adam = adam_of(model.parameters())
+    if wrapped:
+        outer = DistributedDataParallel(model)
+        hook = all_reduce_with(outer, group, order="tree")
+    else:
+        outer = model
+        hook = FSDPBackwardHook(FSDP(group, op="mean", order="tree"))
+        hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    for step in range(STEPS):
+        for number, leaf in enumerate(range(group.rank, LEAVES, group.world_size)):
+            unsynced = outer.no_sync() if wrapped and number == 0 else contextlib.nullcontext()
+            with unsynced:
+                loss_of(outer, step, leaf).backward()
+        assert hook.finish_step() == LEAVES
+        units = sharding_units(model, SingleGroup())
+        for name, parameter in model.named_parameters():
+            units[name].local_gradient = parameter.grad.view(-1)
+        clip_grad_norm(units, 0.5, SingleGroup(), order="tree")
+        adam.step()
+        adam.zero_grad()
+    hook.close()
+    return digest_of(model)
+
+
+def all_ways(group):
+    return {
+        with_shards(group),
+        with_shards(group, holds=True),
+        with_full_gradients(group),
+        with_full_gradients(group, wrapped=True),
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_weights_have_one_digest_over_gloo(world):
+    assert gloo_ranks.run(world, all_ways) == [{with_an_accumulator()}] * world
+
+
+def test_weights_have_one_digest_on_threads():
+    expected = with_an_accumulator()
+    for world in (2, 4):
+        assert run_ranks(world, with_shards) == [expected] * world
+
+
+def refuse_fsdp2(group):
+    module = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="register the module without fully_shard"):
+        reduce_scatter_with(module, group, order="tree")
+
+
+def test_fsdp2_which_hides_micro_batches_is_refused():
+    gloo_ranks.run(1, refuse_fsdp2)
+
+
+def test_gradients_that_stay_in_the_parameters_are_refused():
+    model = torch.nn.Linear(2, 2)
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), order="tree"))
+    for settings in ({"accumulate": True}, {"keep_full_gradient": True}):
+        with pytest.raises(ValueError, match="order='tree' adds up all micro-batches"):
+            hook.register_hooks(model, sharding_units(model, SingleGroup()), **settings)
+
+
+def test_full_gradients_are_added_to_those_of_the_last_step_until_zero_grad():
+    model = torch.nn.Linear(2, 1, bias=False)
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), order="tree"))
+    hook.register_hooks(model, sharding_units(model, SingleGroup()), gradients="full")
+    for step in (1, 2):
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+        hook.finish_step()
+        assert model.weight.grad.tolist() == [[3 * step, 3 * step]]
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    hook.finish_step()
+    assert model.weight.grad.tolist() == [[1, 1]]
