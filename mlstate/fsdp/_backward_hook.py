@@ -460,7 +460,7 @@ class FSDPBackwardHook:
                     self._add_missing(current)
                     current.finish()
                     if step is not None:
-                        step.end_pass()
+                        step.drop_held()
                     elif hooks is not None and hooks.is_full:
                         self._gather_full(hooks)
             except BaseException:
@@ -930,6 +930,7 @@ class FSDPBackwardHook:
         self._module_hooks = self._model_hooks = None
         self._plan = BucketPlan({}, self._reducer, accumulate=False)
         self._sums.clear()
+        self._step = self._fsdp._new_step()
 
 
 def _is_empty(name: str, gradients: object) -> bool:

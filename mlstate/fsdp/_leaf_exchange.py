@@ -8,6 +8,7 @@ all ranks to its tree.
 from __future__ import annotations
 
 import json
+import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,12 +77,12 @@ class LeafStep:
         for sums in self._shards.values():
             sums.clear()
         self._count = 0  # leaves that this rank has begun
-        self._drop_held()
+        self.drop_held()
         self.is_new, self.has_ended = True, False
 
-    def _drop_held(self) -> None:
+    def drop_held(self) -> None:
+        """Drop the leaves that this rank holds: they are sent, or the step failed."""
         self._held: dict[str, LeafSums] = {}  # by parameter
-        self._held_of: dict[str, set[int]] = {}  # leaves in which the parameter had a gradient
         self._held_leaves: list[int] = []
         self._problems: dict[str, str] = {}  # by parameter: why a held leaf cannot be sent
 
@@ -103,11 +104,9 @@ class LeafStep:
             )
         if self.given not in self._held_leaves:  # `leaf` was called before `no_sync`
             self.hold_leaf(self.given)
-        leaves = self._held_of.setdefault(name, set())
         sums = self._held.setdefault(name, LeafSums(self._most_pending))
         try:
             sums.add((0, self.given), {name: gradient})
-            leaves.add(self.given)
         except Exception as error:  # other ranks wait for this one
             self._problems.setdefault(name, f"{type(error).__name__}: {error}")
 
@@ -121,12 +120,10 @@ class LeafStep:
             leaves.append(self.index)
             self._count += 1
         covered = LeafSums(max(len(leaves), 1))
-        twice = []
-        for leaf in leaves:
-            try:
-                covered.add((0, leaf), {})
-            except ValueError:  # all ranks raise it when they see the node
-                twice.append((0, leaf))
+        for leaf in dict.fromkeys(leaves):
+            covered.add((0, leaf), {})
+        twice = [(0, leaf) for i, leaf in enumerate(leaves) if leaf in leaves[:i]]
+        # all ranks see the nodes of all, and raise an error for one that comes twice
         self.nodes = [*sorted(covered.nodes, key=leaves_of), *twice]
 
     @property
@@ -146,19 +143,16 @@ class LeafStep:
         """
         problem = problem or self._problems.get(name, "")
         if gradient is not None and not on_host(gradient):
-            problem = (
-                f"order='tree' adds gradients in main memory; this one is on {gradient.device}"
-            )
+            problem = f"order='tree' adds gradients in main memory, not on {gradient.device}"
         if problem or self.are_gradients:
             nodes = {} if gradient is None or self.index is None else {(0, self.index): gradient}
             return nodes, problem
         sums = self._held.pop(name, None) or LeafSums(self._most_pending)
         try:
-            for leaf in dict.fromkeys(self._held_leaves):
-                if leaf not in self._held_of.get(name, ()):
-                    sums.add((0, leaf), {})
-            if self.index is not None and self.index not in self._held_leaves:
-                sums.add((0, self.index), {} if gradient is None else {name: gradient})
+            for leaf in {*self._held_leaves, self.index} - {None}:
+                if (0, leaf) not in sums:
+                    is_own = leaf == self.index and gradient is not None
+                    sums.add((0, leaf), {name: gradient} if is_own else {})
         except Exception as error:  # other ranks wait for this one
             return {}, f"{type(error).__name__}: {error}"
         return {node: arrays[name] for node, arrays in sums.nodes.items() if arrays}, ""
@@ -171,15 +165,11 @@ class LeafStep:
         ]
         return SentLeaves(self.nodes, absent, self.are_gradients).pack()
 
-    def end_pass(self) -> None:
-        """End a pass that has sent its leaves."""
-        self._drop_held()
-
     def sums_of(self, entries: Iterable[Entry]) -> LeafSums:
         """Return the sums of the bucket with these entries."""
         for entry in entries:
             if is_torch(entry.source):
-                self._tensors[entry.unit.parameter_name] = entry.source.reshape(-1)[:0]
+                self._tensors[entry.unit.parameter_name] = entry.source.new_empty(0)
         names = tuple([entry.unit.parameter_name for entry in entries])
         return self._shards.setdefault(names, LeafSums(self._most_pending))
 
@@ -196,7 +186,7 @@ class LeafStep:
         missing = shards[0].missing() if shards else ""
         if missing:
             raise failed("finish_step", self._rank, f"{missing}, and leaf {count - 1} was added")
-        bad = {}
+        bad: dict[str, int] = {}
         for sums in shards:
             totals, nonfinite = sums.take_total()
             bad |= {name: number for name, number in nonfinite.items() if number}
@@ -223,17 +213,11 @@ class LeafStep:
         """
         if divisor != 1:
             _core.reduce([total], total, "sum", divisor)
-        like = self._tensors.get(unit.parameter_name)
-        if like is None:
-            result = (
-                total
-                if total.dtype == numpy_dtype(dtype)
-                else np.empty(len(total), numpy_dtype(dtype))
-            )
-        else:
-            import torch
-
-            result = like.new_empty(len(total), dtype=getattr(torch, dtype))
+        tensor, result = self._tensors.get(unit.parameter_name), total
+        if tensor is not None:
+            result = tensor.new_empty(len(total), dtype=getattr(sys.modules["torch"], dtype))
+        elif total.dtype != numpy_dtype(dtype):
+            result = np.empty(len(total), numpy_dtype(dtype))
         if result is not total:
             _core.state_load({"": result}, {"": total}, True, True, False)
         return result.reshape(unit.local_shape)
@@ -261,8 +245,8 @@ def add_leaves(
             own_nodes = sent[own].nodes[number : number + 1]
             sources = [_sum_to_send(entry, own_nodes) for entry in entries]
             outputs = [np.empty(u.counts[own], d) for u, d in zip(units, dtypes, strict=True)]
-            counts = [unit.counts for unit in units]
-            handle = reducer.new_handle(list(zip(sources, counts, outputs, strict=True)))
+            counts_of = [unit.counts for unit in units]
+            handle = reducer.new_handle(list(zip(sources, counts_of, outputs, strict=True)))
         received = reducer.exchange(handle)
         senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
         for rank in sorted(senders, key=lambda rank: sent[rank].nodes[number]):

@@ -104,17 +104,19 @@ class LeafSums:
         self._counts = counts
         self._spare: dict[str, list[Any]] = {}
 
-    def check(self, node: Node) -> None:
-        """Raise ValueError if leaves of `node` were added before, or it would be one too many."""
+    def __contains__(self, node: Node) -> bool:
+        """Return whether a leaf of `node` was added."""
         start, end = leaves_of(node)
-        for other in self.nodes:
-            other_start, other_end = leaves_of(other)
-            if start < other_end and other_start < end:
-                raise ValueError(
-                    f"leaf {max(start, other_start)} was added before; every micro-batch of a step "
-                    "has another index"
-                )
+        return any(start < last and first < end for first, last in map(leaves_of, self.nodes))
+
+    def check(self, node: Node) -> None:
+        """Raise ValueError if a leaf of `node` was added before, or it would be one too many."""
         level, position = node
+        start = position << level
+        if node in self:
+            raise ValueError(
+                f"leaf {start} was added before; every micro-batch of a step has another index"
+            )
         if (level, position ^ 1) not in self.nodes and len(self.nodes) >= self.most_pending:
             raise ValueError(
                 f"leaf {start} comes while {len(self.nodes)} sums wait for their neighbours, as "
@@ -166,10 +168,9 @@ class LeafSums:
 
     def _take_spare(self, name: str, array: Any) -> Any:
         """Return memory of an earlier sum that fits one of `array`, or None."""
-        spare = self._spare.get(name)
-        like = spare.pop() if spare else None
-        fits = like is not None and like.shape == tuple(array.shape)
-        return like if fits and like.dtype == sum_dtype(dtype_name(array)) else None
+        spare: list[Any] = self._spare.get(name) or [None]
+        like, expected = spare.pop(), (tuple(array.shape), sum_dtype(dtype_name(array)))
+        return like if like is not None and (like.shape, like.dtype) == expected else None
 
     def missing(self, start: int = 0) -> str:
         """Return a text about the first missing leaves from `start` on, or "" if none is."""

@@ -57,7 +57,7 @@ STEP_ENDED = 32  # with order="tree": this rank has no more leaves in this step
 class Header(NamedTuple):
     """What a rank tells all ranks before a bucket: that bucket, and results of the last ones."""
 
-    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED, IDLE
+    flags: int  # REFUSED, ENDED, CALL_REFUSED, UNUSED, IDLE, STEP_ENDED
     sequence: int  # number of the bucket in the session, from 0
     digest: bytes  # of the parameters' names, shapes and dtypes, and of the settings
     nonfinite: int  # infinite or NaN elements in this rank's sums since its last header
@@ -76,7 +76,8 @@ class Header(NamedTuple):
         """Return the header in `data`, or None if `data` is a message of another kind."""
         if len(data) < _HEADER.size or data[:4] != _MAGIC:
             return None
-        return cls(*_HEADER.unpack(data[: _HEADER.size])[1:], data[_HEADER.size :])
+        _, *fields = _HEADER.unpack(data[: _HEADER.size])
+        return cls(*fields, leaves=data[_HEADER.size :])
 
 
 def digest_of(facts: Iterable[str], settings: Mapping[str, Any]) -> bytes:
