@@ -208,7 +208,7 @@ def _readable(gradient: Any) -> Any:
 
 
 def _dtype_of_sum(dtype: str | None, gradient_dtype: str) -> str:
-    """Return the dtype of a finished sum; `dtype`: "float32" for that of narrow floats, or None."""
+    """Return the dtype of a complete sum; `dtype`: "float32" for narrow floats, or None."""
     return (dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
 
 
@@ -219,7 +219,7 @@ def _not_added_error(name: str, dtype: str) -> CompatibilityError:
     return CompatibilityError(text, name=name, got=dtype)
 
 
-def _stand_in(gradient: Any) -> Any:
+def _placeholder(gradient: Any) -> Any:
     """Return an array of the kind, shape and dtype of `gradient` with one element of memory."""
     if is_torch(gradient):
         return gradient.new_empty(()).expand(gradient.shape)
@@ -342,7 +342,7 @@ class GradientAccumulator:
         self._dtype = _check_dtype(dtype)
         check_int("max_pending", max_pending, 1)
         is_tree = check_order(order, "arrival") == "tree"
-        # with order="tree"; `_sums` then has only the counts, and a stand-in for each gradient
+        # with order="tree"; `_sums` then has only the counts, and a placeholder for each gradient
         self._leaves = LeafSums(max_pending, counts=False) if is_tree else None
         self._lock = Lock()
         self._sums: dict[str, _Sum] = {}
@@ -438,7 +438,7 @@ class GradientAccumulator:
                 _check_same(name, total, gradient)
             else:
                 self._check_leaf(name, gradient)
-                started[name] = _Sum(_stand_in(gradient), dtype_name(gradient))
+                started[name] = _Sum(_placeholder(gradient), dtype_name(gradient))
                 started[name].count = 0
             gradients[name] = _readable(gradient)
         leaves.add((0, number), gradients)

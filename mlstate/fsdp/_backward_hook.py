@@ -460,7 +460,7 @@ class FSDPBackwardHook:
                     self._add_missing(current)
                     current.finish()
                     if step is not None:
-                        step.drop_held()
+                        step.drop_held_leaves()
                     elif hooks is not None and hooks.is_full:
                         self._gather_full(hooks)
             except BaseException:

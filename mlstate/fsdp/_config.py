@@ -28,7 +28,7 @@ class FSDP:
         The ranks. `mlstate.collectives` and `mlstate.integrations` provide groups.
     op : {"sum", "mean", "min", "max"}, default "sum"
         The reduction over ranks. With ``order="tree"`` a mean is over the micro-batches of the
-        step, so that it does not depend on the number of ranks, and there are no minima and maxima.
+        step, so that it does not depend on the number of ranks; minima and maxima are refused.
     gradient_divide_factor : float, optional
         Divisor of the sums, applied in float32 or wider before rounding; for ``op="sum"`` only.
         Default: 1. ``op="mean"`` divides by the number of ranks.

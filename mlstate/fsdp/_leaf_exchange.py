@@ -77,10 +77,10 @@ class LeafStep:
         for sums in self._shards.values():
             sums.clear()
         self._count = 0  # leaves that this rank has begun
-        self.drop_held()
+        self.drop_held_leaves()
         self.is_new, self.has_ended = True, False
 
-    def drop_held(self) -> None:
+    def drop_held_leaves(self) -> None:
         """Drop the leaves that this rank holds: they are sent, or the step failed."""
         self._held: dict[str, LeafSums] = {}  # by parameter
         self._held_leaves: list[int] = []
@@ -115,8 +115,8 @@ class LeafStep:
         self.index = None
         leaves = list(self._held_leaves)
         if is_leaf:
-            own = self._count * self._world_size + self._rank
-            self.index = own if self.given is None else self.given
+            next_in_turn = self._count * self._world_size + self._rank
+            self.index = next_in_turn if self.given is None else self.given
             leaves.append(self.index)
             self._count += 1
         covered = LeafSums(max(len(leaves), 1))
@@ -149,8 +149,8 @@ class LeafStep:
             return nodes, problem
         sums = self._held.pop(name, None) or LeafSums(self._most_pending)
         try:
-            for leaf in {*self._held_leaves, self.index} - {None}:
-                if (0, leaf) not in sums:
+            for leaf in {*self._held_leaves, self.index}:
+                if leaf is not None and (0, leaf) not in sums:
                     is_own = leaf == self.index and gradient is not None
                     sums.add((0, leaf), {name: gradient} if is_own else {})
         except Exception as error:  # other ranks wait for this one
@@ -232,36 +232,36 @@ def add_leaves(
 ) -> None:
     """Exchange the nodes of a prepared bucket, one of each rank at a time, and add them to `sums`.
 
-    `sent`: by rank, what it sends. Sets `nonfinite` of each entry. Raises CollectiveError, on all
+    `sent`: the leaves of each rank. Sets `nonfinite` of each entry. Raises CollectiveError, on all
     ranks alike, for a leaf that was added before, or beyond `max_pending`.
     """
-    units, own = [entry.unit for entry in entries], reducer.rank
+    units, own_rank = [entry.unit for entry in entries], reducer.rank
     are_gradients = all(each.are_gradients for each in sent)
     dtype_of = numpy_dtype if are_gradients else sum_dtype
     dtypes = [dtype_of(unit.dtype) for unit in units]
     for number in range(max(len(each.nodes) for each in sent)):
         sources = [entry.source for entry in entries]
         if not are_gradients:
-            own_nodes = sent[own].nodes[number : number + 1]
+            own_nodes = sent[own_rank].nodes[number : number + 1]
             sources = [_sum_to_send(entry, own_nodes) for entry in entries]
-            outputs = [np.empty(u.counts[own], d) for u, d in zip(units, dtypes, strict=True)]
+            outputs = [np.empty(u.counts[own_rank], d) for u, d in zip(units, dtypes, strict=True)]
             counts_of = [unit.counts for unit in units]
             handle = reducer.new_handle(list(zip(sources, counts_of, outputs, strict=True)))
         received = reducer.exchange(handle)
         senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
         for rank in sorted(senders, key=lambda rank: sent[rank].nodes[number]):
-            if rank == own:
-                parts = [_own_part(source, u) for source, u in zip(sources, units, strict=True)]
+            if rank == own_rank:
+                parts = [_local_part(source, u) for source, u in zip(sources, units, strict=True)]
             else:
-                parts = _split(received, units, dtypes, rank - (rank > own))
+                parts = _split(received, units, dtypes, rank - (rank > own_rank))
             names = [unit.parameter_name for unit in units]
             for position in sorted(sent[rank].absent[number], reverse=True):
                 del parts[position], names[position]
             try:
                 counts = sums.add(sent[rank].nodes[number], dict(zip(names, parts, strict=True)))
             except ValueError as error:
-                raise failed("backward pass", own, f"rank {rank}: {error}") from None
-            for entry in entries:  # a sum of these leaves has those of each
+                raise failed("backward pass", own_rank, f"rank {rank}: {error}") from None
+            for entry in entries:  # a later leaf may begin a sum without them
                 count = counts.get(entry.unit.parameter_name, 0)
                 entry.nonfinite = max(entry.nonfinite, count)
 
@@ -277,8 +277,8 @@ def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
     return array.reshape(-1)
 
 
-def _own_part(source: Any, unit: FSDPShardingUnit) -> Any:
-    """Return this rank's part of its own array, flat."""
+def _local_part(source: Any, unit: FSDPShardingUnit) -> Any:
+    """Return the part of `source`, an array of this rank, that this rank keeps, flat."""
     start = sum(unit.counts[: unit.shard_index])
     return source.reshape(-1)[start : start + unit.counts[unit.shard_index]]
 

@@ -91,7 +91,7 @@ class LeafSums:
     """The sums of some leaves: the largest nodes of them, each with arrays by parameter name.
 
     A parameter that a node lacks had no gradient in its leaves. The arrays are NumPy arrays that
-    only this object refers to; those of added nodes are kept for later ones.
+    only this object refers to; it uses the memory of added nodes for later ones.
     """
 
     def __init__(self, most_pending: int = MOST_PENDING, *, counts: bool = True) -> None:

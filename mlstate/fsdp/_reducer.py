@@ -77,7 +77,7 @@ class Header(NamedTuple):
         if len(data) < _HEADER.size or data[:4] != _MAGIC:
             return None
         _, *fields = _HEADER.unpack(data[: _HEADER.size])
-        return cls(*fields, leaves=data[_HEADER.size :])
+        return cls._make([*fields, data[_HEADER.size :]])
 
 
 def digest_of(facts: Iterable[str], settings: Mapping[str, Any]) -> bytes:
@@ -414,8 +414,8 @@ class Session:
         for entry in entries:
             name = entry.unit.parameter_name
             sources = [entry.source] if entry.nodes is None else list(entry.nodes.values())
-            own = sum([norm_partials({name: source})[name][1] for source in sources])
-            own_counts[name] = own, entry.nonfinite
+            count = sum([norm_partials({name: source})[name][1] for source in sources])
+            own_counts[name] = count, entry.nonfinite
         texts = self._reducer.group.gather_bytes(
             json.dumps(own_counts).encode(), timeout=self._reducer.timeout
         )
@@ -753,12 +753,12 @@ class Reducer:
             entry.nonfinite = nonfinite
 
     def new_handle(self, segments: list[Any]) -> _core.Bucket:
-        """Return a handle of arrays that replace those of a prepared bucket; see `_handle`."""
+        """Return a handle of other arrays than the prepared ones of a bucket; see `_handle`."""
         self._packed = None
         return self._handle(segments, Terms())
 
     def exchange(self, handle: _core.Bucket) -> Any:
-        """Exchange the messages of a prepared bucket; return those of the others, in rank order.
+        """Exchange the messages of a prepared bucket; return the received ones, in rank order.
 
         The memory is reused. The messages may have been packed already, with the headers.
         """

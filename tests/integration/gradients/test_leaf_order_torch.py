@@ -94,11 +94,11 @@ def with_shards(group, *, holds=False):
     parts = {n: u.layout.take(parameters[n].detach(), group.rank).clone() for n, u in units.items()}
     adam = adam_of(parts.values())
     chunk = -(-LEAVES // group.world_size)
-    mine = range(group.rank, LEAVES, group.world_size)
+    own_leaves = range(group.rank, LEAVES, group.world_size)
     if holds:
-        mine = range(LEAVES)[group.rank * chunk : (group.rank + 1) * chunk]
+        own_leaves = range(LEAVES)[group.rank * chunk : (group.rank + 1) * chunk]
     for step in range(STEPS):
-        for leaf in mine:
+        for leaf in own_leaves:
             with hook.no_sync() if holds else contextlib.nullcontext(), hook.leaf(leaf):
                 loss_of(model, step, leaf).backward()
         assert hook.finish_step() == LEAVES
@@ -107,8 +107,8 @@ def with_shards(group, *, holds=False):
             part.grad = units[name].local_gradient
         adam.step()
         for name, part in parts.items():
-            whole = group.all_gather(part, counts=units[name].counts)
-            parameters[name].data.copy_(whole.view_as(parameters[name]))
+            gathered = group.all_gather(part, counts=units[name].counts)
+            parameters[name].data.copy_(gathered.view_as(parameters[name]))
     hook.close()
     return digest_of(model)
 
@@ -178,7 +178,7 @@ def test_gradients_that_stay_in_the_parameters_are_refused():
             hook.register_hooks(model, sharding_units(model, SingleGroup()), **settings)
 
 
-def test_full_gradients_are_added_to_those_of_the_last_step_until_zero_grad():
+def test_full_gradients_of_several_steps_accumulate_until_zero_grad():
     model = torch.nn.Linear(2, 1, bias=False)
     hook = FSDPBackwardHook(FSDP(SingleGroup(), order="tree"))
     hook.register_hooks(model, sharding_units(model, SingleGroup()), gradients="full")

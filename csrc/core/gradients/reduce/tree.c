@@ -23,8 +23,8 @@ mls_code mls_tree_squares_check(mls_dtype dtype, mls_status *st)
         return MLS_OK;
     }
     mls_fail(st, MLS_E_DTYPE,
-             "%s has no norm with order='tree': only float16, bfloat16, float32, float64 "
-             "and complex64 have",
+             "%s has no squares in a tree: only float16, bfloat16, float32, float64 and "
+             "complex64 have",
              name);
     return mls_status_got(st, "%s", name);
 }

@@ -1,10 +1,10 @@
 /* tree: sums of squares in one binary tree over the elements of a whole array.
  *
- * A node of level k and position p is the sum of the elements p << k to ((p + 1) << k) -
- * 1 of the whole array: of the nodes 2 p and 2 p + 1 below it, or of the first alone if
- * the array ends before the second. So the bits of the root depend on the elements only,
- * not on how the array is cut into parts. A part of n elements consists of at most 2
- * log2(n) largest nodes that lie in it completely: its subtrees.
+ * A node of level k and position p is the sum of the elements p << k to before
+ * (p + 1) << k of the whole array: of the nodes 2 p and 2 p + 1 below it, or of the first
+ * alone if the array ends before the second. So the bits of the root depend on the
+ * elements only, not on how the array is cut into parts. A part of n elements is the
+ * union of at most 2 log2(n) nodes, the largest ones that it contains: its subtrees.
  */
 #ifndef MLS_TREE_H
 #define MLS_TREE_H
