@@ -484,10 +484,15 @@ def test_ranks_that_clip_otherwise_are_named(order, shape, layout, text):
 
 def test_gradients_that_have_no_tree_are_refused_on_every_rank():
     def clip(group):
-        unit = FSDPShardingUnit("w", (4,), "int32", group.rank)
-        unit.local_gradient = np.ones(2, np.int32)
-        with pytest.raises((CollectiveError, CompatibilityError, TypeError)) as caught:
+        unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
+        unit.local_gradient = np.ones(2 + group.rank, np.float32)
+        with pytest.raises((CollectiveError, CompatibilityError)) as caught:
             clip_grad_norm({"w": unit}, 1.0, group, order="tree")
-        return "int32 has no squares in a tree" in str(caught.value)
+        return str(caught.value)
 
-    assert run_ranks(2, clip) == [True, True]
+    needed = "'w': order='tree' needs a gradient of shape (2,) in main memory, got (3,), NumPy"
+    other_rank, own = run_ranks(2, clip)
+    assert own == needed
+    assert f"gradients of rank 1 cannot be clipped: CompatibilityError: {needed}" in other_rank
+    with pytest.raises(CompatibilityError, match="int32 has no squares in a tree"):
+        _core.tree_squares(np.ones(2, np.int32), 0)
