@@ -18,11 +18,11 @@ from .. import _core
 from .._common.arrays import is_torch
 from ..collectives._arguments import failed
 from ._gradient_ops import on_host
-from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened
+from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened_sum
 from ._sharding_unit import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ._bucket import Entry
     from ._reducer import Reducer
@@ -65,6 +65,7 @@ class LeafStep:
         self._most_pending = most_pending
         self._shards: dict[tuple[str, ...], LeafSums] = {}
         self._tensors: dict[str, Any] = {}  # an empty tensor, by parameter whose gradient is one
+        self._zeros: dict[str, Any] = {}  # by dtype
         self.given: int | None = None  # index of the next leaf
         self.index: int | None = None  # leaf of the running pass; None: it only sends held leaves
         self.nodes: list[Node] = []  # that the running pass sends
@@ -157,6 +158,14 @@ class LeafStep:
             return {}, f"{type(error).__name__}: {error}"
         return {node: arrays[name] for node, arrays in sums.nodes.items() if arrays}, ""
 
+    def zeros(self, unit: FSDPShardingUnit) -> Any:
+        """Return zeros in place of a gradient, which are sent but not added; they are shared."""
+        count = sum(unit.counts)
+        memory = self._zeros.get(unit.dtype)
+        if memory is None or len(memory) < count:
+            memory = self._zeros[unit.dtype] = np.zeros(count, numpy_dtype(unit.dtype))
+        return memory[:count].reshape(unit.shape)
+
     def describe(self, entries: Sequence[Entry]) -> bytes:
         """Return `SentLeaves` of a bucket as bytes, for the header before it."""
         absent = [
@@ -213,7 +222,7 @@ class LeafStep:
         """
         if divisor != 1:
             _core.reduce([total], total, "sum", divisor)
-        tensor, result = self._tensors.get(unit.parameter_name), total
+        tensor, result = self._tensors.get(unit.parameter_name, unit.like), total
         if tensor is not None:
             result = tensor.new_empty(len(total), dtype=getattr(sys.modules["torch"], dtype))
         elif total.dtype != numpy_dtype(dtype):
@@ -235,35 +244,68 @@ def add_leaves(
     `sent`: the leaves of each rank. Sets `nonfinite` of each entry. Raises CollectiveError, on all
     ranks alike, for a leaf that was added before, or beyond `max_pending`.
     """
+    for number in range(max(len(each.nodes) for each in sent)):
+        _add_round(reducer, entries, handle, sent, sums, number)
+
+
+def _add_round(
+    reducer: Reducer,
+    entries: Sequence[Entry],
+    handle: _core.Bucket,
+    sent: Sequence[SentLeaves],
+    sums: LeafSums,
+    number: int,
+) -> None:
+    """Exchange node `number` of each rank that has so many, and add them; as `add_leaves`."""
     units, own_rank = [entry.unit for entry in entries], reducer.rank
     are_gradients = all(each.are_gradients for each in sent)
-    dtype_of = numpy_dtype if are_gradients else sum_dtype
-    dtypes = [dtype_of(unit.dtype) for unit in units]
-    for number in range(max(len(each.nodes) for each in sent)):
-        sources = [entry.source for entry in entries]
-        if not are_gradients:
-            own_nodes = sent[own_rank].nodes[number : number + 1]
-            sources = [_sum_to_send(entry, own_nodes) for entry in entries]
-            outputs = [np.empty(u.counts[own_rank], d) for u, d in zip(units, dtypes, strict=True)]
-            counts_of = [unit.counts for unit in units]
-            handle = reducer.new_handle(list(zip(sources, counts_of, outputs, strict=True)))
-        received = reducer.exchange(handle)
-        senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
-        for rank in sorted(senders, key=lambda rank: sent[rank].nodes[number]):
-            if rank == own_rank:
-                parts = [_local_part(source, u) for source, u in zip(sources, units, strict=True)]
-            else:
-                parts = _split(received, units, dtypes, rank - (rank > own_rank))
-            names = [unit.parameter_name for unit in units]
-            for position in sorted(sent[rank].absent[number], reverse=True):
-                del parts[position], names[position]
-            try:
-                counts = sums.add(sent[rank].nodes[number], dict(zip(names, parts, strict=True)))
-            except ValueError as error:
-                raise failed("backward pass", own_rank, f"rank {rank}: {error}") from None
-            for entry in entries:  # a later leaf may begin a sum without them
-                count = counts.get(entry.unit.parameter_name, 0)
-                entry.nonfinite = max(entry.nonfinite, count)
+    dtypes = [(numpy_dtype if are_gradients else sum_dtype)(unit.dtype) for unit in units]
+    sources = [entry.source for entry in entries]
+    if not are_gradients:
+        own_nodes = sent[own_rank].nodes[number : number + 1]
+        sources = [_sum_to_send(entry, own_nodes) for entry in entries]
+        outputs = [np.empty(u.counts[own_rank], d) for u, d in zip(units, dtypes, strict=True)]
+        counts = [unit.counts for unit in units]
+        handle = reducer.new_handle(list(zip(sources, counts, outputs, strict=True)))
+    received = reducer.exchange(handle)
+
+    def parts_of(rank: int) -> dict[str, Any]:
+        """Return this rank's parts of the node that `rank` sent, by parameter name."""
+        if rank == own_rank:
+            parts = [_local_part(source, u) for source, u in zip(sources, units, strict=True)]
+        else:
+            parts = _split(received, units, dtypes, rank - (rank > own_rank))
+        absent = sent[rank].absent[number]
+        return {u.parameter_name: parts[i] for i, u in enumerate(units) if i not in absent}
+
+    senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
+    nodes = sorted((sent[rank].nodes[number], rank) for rank in senders)
+    _add_nodes(sums, nodes, parts_of, entries, own_rank)
+
+
+def _add_nodes(
+    sums: LeafSums,
+    nodes: list[tuple[Node, int]],
+    parts_of: Callable[[int], dict[str, Any]],
+    entries: Sequence[Entry],
+    own_rank: int,
+) -> None:
+    """Add nodes to `sums`, neighbours in one pass; as `add_leaves`.
+
+    `nodes`: sorted, with the ranks that sent them. `parts_of` returns the arrays of a rank.
+    """
+    while nodes:
+        node, rank = nodes.pop(0)
+        neighbour = (node[0], node[1] | 1)
+        is_pair = nodes and nodes[0][0] == neighbour != node and neighbour not in sums
+        right = parts_of(nodes.pop(0)[1]) if is_pair else None
+        try:
+            counts = sums.add(node, parts_of(rank), right)
+        except ValueError as error:
+            raise failed("backward pass", own_rank, f"rank {rank}: {error}") from None
+        for entry in entries:  # a later leaf may begin a sum without them
+            count = counts.get(entry.unit.parameter_name, 0)
+            entry.nonfinite = max(entry.nonfinite, count)
 
 
 def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
@@ -273,7 +315,7 @@ def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
     if array is None:
         return np.zeros(sum(unit.counts), sum_dtype(unit.dtype))
     if not isinstance(array, np.ndarray) or array.dtype != sum_dtype(unit.dtype):
-        array, _ = widened(array)
+        array, _ = widened_sum([array])
     return array.reshape(-1)
 
 

@@ -76,15 +76,15 @@ def sum_dtype(name: str) -> Any:
     return np.dtype("float32" if name in NARROW_FLOATS else name)
 
 
-def widened(array: Any, memory: Any = None) -> tuple[Any, int]:
-    """Return a NumPy copy of a gradient in the dtype of its sums, and its non-finite elements.
+def widened_sum(arrays: Sequence[Any], memory: Any = None) -> tuple[Any, int]:
+    """Return the sum of one or two gradients in the dtype of sums, and its non-finite elements.
 
-    `memory`: array for the copy; None: new memory.
+    `memory`: NumPy array for the sum; None: new memory.
     """
-    copy = memory
-    if copy is None:
-        copy = np.empty(tuple(array.shape), sum_dtype(dtype_name(array)))
-    return copy, _core.reduce([packed(array)], copy, "sum", 1.0)[1]
+    total = memory
+    if total is None:
+        total = np.empty(tuple(arrays[0].shape), sum_dtype(dtype_name(arrays[0])))
+    return total, _core.reduce([packed(array) for array in arrays], total, "sum", 1.0)[1]
 
 
 class LeafSums:
@@ -124,47 +124,69 @@ class LeafSums:
                 "larger max_pending"
             )
 
-    def add(self, node: Node, arrays: Mapping[str, Any]) -> dict[str, int]:
+    def add(
+        self, node: Node, arrays: Mapping[str, Any], right: Mapping[str, Any] | None = None
+    ) -> dict[str, int]:
         """Add a node that this set lacks; return the number of non-finite elements of new sums.
 
-        `arrays`: packed or not, by parameter name; they are only read. Raises as `check`, and
-        CompatibilityError if an array does not fit the sums; nothing is added then.
+        `arrays`: packed or not, by parameter name; they are only read. `right`: arrays of the node
+        at the next position, if `node` is a left one: both are added in one pass over memory.
+        Raises as `check`, and CompatibilityError if an array does not fit the sums; nothing is
+        added then.
         """
         self.check(node)
         level, position = node
-        sums = self.nodes.get((level, position ^ 1), {})
-        counts = self._add_to(sums, arrays, owned=False)
-        while self.nodes.pop((level, position ^ 1), None) is not None:
+        neighbour = self.nodes.get((level, position ^ 1)) if right is None else None
+        sums = {} if neighbour is None else neighbour
+        counts = self._add_arrays(sums, [arrays] if right is None else [arrays, right])
+        if neighbour is not None:
+            del self.nodes[level, position ^ 1]
+        if sums is neighbour or right is not None:
             level, position = level + 1, position >> 1
-            neighbour = self.nodes.get((level, position ^ 1))
-            if neighbour is not None:
-                counts |= self._add_to(neighbour, sums, owned=True)
-                sums = neighbour
+        while (neighbour := self.nodes.pop((level, position ^ 1), None)) is not None:
+            counts |= self._merge(neighbour, sums)
+            sums, level, position = neighbour, level + 1, position >> 1
         self.nodes[level, position] = sums
         return counts
 
-    def _add_to(
-        self, sums: dict[str, Any], arrays: Mapping[str, Any], *, owned: bool
+    def _add_arrays(
+        self, sums: dict[str, Any], batches: Sequence[Mapping[str, Any]]
     ) -> dict[str, int]:
-        """Add `arrays` to `sums` in place, and return non-finite elements of new sums by name.
+        """Add arrays of one node to `sums`, or of two to an empty one; they are only read.
 
-        `owned`: the arrays are of a node, and not used after this call. Otherwise they are copied
-        where `sums` has no array of the name.
+        Returns the number of non-finite elements of the sums by name.
         """
-        counts, first = {}, {name: array for name, array in arrays.items() if name not in sums}
-        for name, array in () if owned else first.items():
-            first[name], counts[name] = widened(array, self._take_spare(name, array))
-        names = [name for name in arrays if name in sums]
-        targets, sources = [sums[name] for name in names], [arrays[name] for name in names]
-        if self._counts:
-            partials = _core.accumulate(names, targets, sources, 1.0, True)
-            counts.update(zip(names, [count for _, count in partials], strict=True))
-        else:
-            _core.accumulate(names, targets, sources, 1.0, False)
-        for name, source in zip(names, sources, strict=True) if owned else ():
-            self._spare.setdefault(name, []).append(source)
-        sums.update(first)
+        counts, new = {}, {}
+        for name in dict.fromkeys([name for batch in batches for name in batch]):
+            if name not in sums:
+                addends = [batch[name] for batch in batches if name in batch]
+                memory = self._take_spare(name, addends[0])
+                new[name], counts[name] = widened_sum(addends, memory)
+        common = {name: array for name, array in batches[0].items() if name in sums}
+        counts |= self._accumulate(sums, common)
+        sums.update(new)
         return counts
+
+    def _merge(self, sums: dict[str, Any], others: dict[str, Any]) -> dict[str, int]:
+        """Add the arrays of a node to `sums`, and use their memory for later nodes.
+
+        Returns the number of non-finite elements of the sums by name.
+        """
+        common = {name: array for name, array in others.items() if name in sums}
+        counts = self._accumulate(sums, common)
+        for name, array in common.items():
+            self._spare.setdefault(name, []).append(array)
+        sums.update({name: array for name, array in others.items() if name not in common})
+        return counts
+
+    def _accumulate(self, sums: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, int]:
+        """Add arrays to those of the same names, and return the latter's non-finite elements."""
+        names, targets = list(arrays), [sums[name] for name in arrays]
+        if not self._counts:
+            _core.accumulate(names, targets, list(arrays.values()), 1.0, False)
+            return {}
+        partials = _core.accumulate(names, targets, list(arrays.values()), 1.0, True)
+        return dict(zip(names, [count for _, count in partials], strict=True))
 
     def _take_spare(self, name: str, array: Any) -> Any:
         """Return memory of an earlier sum that fits one of `array`, or None."""
@@ -200,7 +222,7 @@ class LeafSums:
         counts: dict[str, int] = {}
 
         def add(sums: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-            counts.update(self._add_to(sums, others, owned=True))
+            counts.update(self._merge(sums, others))
             return sums
 
         return (fold(self.nodes, add) if self.nodes else {}), counts

@@ -142,11 +142,15 @@ class BackwardPass:
         """
         step, allow_unused = self._step, self._reducer.allow_unused
         unit = self._plan.units[name]
-        may_lack = allow_unused or step is not None
-        entry = Entry(unit, gradient, problem, on_failure, allow_unused=may_lack, absence=absence)
+        lacks_gradient = gradient is None and not problem
+        if step is not None and lacks_gradient:
+            gradient = step.zeros(unit)
+        entry = Entry(
+            unit, gradient, problem, on_failure, allow_unused=allow_unused, absence=absence
+        )
         if step is not None:
-            gradient = None if entry.is_unused or entry.problem else entry.gradient
-            entry.nodes, entry.problem = step.take(name, gradient, entry.problem)
+            own_gradient = None if lacks_gradient or entry.problem else entry.gradient
+            entry.nodes, entry.problem = step.take(name, own_gradient, entry.problem)
             if not (entry.nodes or entry.problem or allow_unused or step.is_idle):
                 entry.problem = absence or "no gradient"
         return entry
