@@ -437,7 +437,11 @@ class GradientAccumulator:
             if total is not None and total.count:
                 _check_same(name, total, gradient)
             else:
-                self._check_leaf(name, gradient)
+                if _dtype_of_sum(self._dtype, dtype_name(gradient)) not in _ADDED:
+                    raise _not_added_error(name, dtype_name(gradient))
+                if _readable(gradient) is None:
+                    where = f"{gradient.layout}, {gradient.device}"
+                    raise _not_added_error(name, f"{dtype_name(gradient)} ({where})")
                 started[name] = _Sum(_placeholder(gradient), dtype_name(gradient))
                 started[name].count = 0
             gradients[name] = _readable(gradient)
@@ -446,18 +450,6 @@ class GradientAccumulator:
         for name in gradients:
             self._sums[name].count += 1
             self._sums[name].norm_partial = None
-
-    def _check_leaf(self, name: str, gradient: Any) -> None:
-        """Raise CompatibilityError if the tree cannot add the gradient of parameter `name`."""
-        if _dtype_of_sum(self._dtype, dtype_name(gradient)) not in _ADDED:
-            raise _not_added_error(name, dtype_name(gradient))
-        if _readable(gradient) is None:
-            where = location_of(gradient)
-            raise CompatibilityError(
-                f"'{name}': order='tree' adds dense gradients in main memory, got {where}",
-                name=name,
-                got=where,
-            )
 
     def _take_leaves(self, leaves: LeafSums) -> dict[str, Array]:
         """Return the sums of all leaves in their dtypes, and start a new round; order="tree"."""

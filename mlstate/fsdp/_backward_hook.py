@@ -24,6 +24,7 @@ from ._backend import GradientBackend
 from ._config import FSDP
 from ._gradient_ops import LocalSums, add, clear, copy_gradient, detached
 from ._hook_registry import ModelHooks, check_gradients
+from ._leaf_exchange import LeafStep
 from ._pass import BackwardPass, BucketPlan
 from ._report import BackwardReport
 from ._sharding_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     from .._types import Array
     from ._backend import ModuleHooks
-    from ._leaf_exchange import LeafStep
 
 _ALWAYS_ACCUMULATES = (
     "order='tree' adds up all micro-batches until finish_step: do not pass accumulate and "
@@ -93,7 +93,7 @@ class FSDPBackwardHook:
         self._module_hooks: ModuleHooks | None = None  # of a torch module
         self._model_hooks: ModelHooks | None = None  # of another model
         self._is_synced = True  # False inside `no_sync`
-        self._step = fsdp._new_step()  # with order="tree"
+        self._step = LeafStep(fsdp) if fsdp.order == "tree" else None
         self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
         self._lock = threading.Lock()  # protects `_pass`
         # runs `scatter_multiple_async` calls one after the other
@@ -930,7 +930,7 @@ class FSDPBackwardHook:
         self._module_hooks = self._model_hooks = None
         self._plan = BucketPlan({}, self._reducer, accumulate=False)
         self._sums.clear()
-        self._step = self._fsdp._new_step()
+        self._step = None if self._step is None else LeafStep(self._fsdp)
 
 
 def _is_empty(name: str, gradients: object) -> bool:

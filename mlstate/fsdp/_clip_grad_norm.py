@@ -108,20 +108,19 @@ def clip_grad_norm(
         for name in sorted(sharding_units)
         if sharding_units[name].local_gradient is not None
     }
-    partials, distinct, problem = _find_partials(gradients)
-    sums_sent = b""
-    if check_order(order, "rank") == "tree":
+    is_tree = check_order(order, "rank") == "tree"
+    if is_tree:
         bind_units(sharding_units, group.rank, group.world_size)
-        sums_sent, partials, problem = _find_subtrees(sharding_units, gradients, partials, problem)
+    partials, distinct, problem = _find_partials(gradients, sharding_units if is_tree else {})
     own_squares = squares_in_order(partials.values())
     why = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    text = f"clip:{order} {limit!r} {own_squares!r} {sums_sent.hex() or '-'} {why}"
+    text = f"clip:{order} {limit!r} {own_squares!r} {why}"
     texts = group.gather_bytes(text.encode(), timeout=timeout)
     if problem is not None and isnan(own_squares):
         raise problem
-    rank_squares, problems, rank_subtrees = _collect_squares(group.rank, order, limit, texts)
-    if order == "tree":
-        total = _add_subtrees(group.rank, sharding_units, rank_subtrees)
+    rank_squares, problems = _collect_squares(group.rank, order, limit, texts)
+    if is_tree:
+        total = _squares_in_tree(sharding_units, gradients, group, timeout)
     else:
         total = squares_in_order((squares, 0) for squares in rank_squares)  # 0: count is unused
     norm = sqrt(total)
@@ -143,15 +142,18 @@ def clip_grad_norm(
 
 
 def _find_partials(
-    gradients: Mapping[str, Any],
+    gradients: Mapping[str, Any], units: Mapping[str, FSDPShardingUnit]
 ) -> tuple[dict[str, tuple[float, int]], Mapping[str, Any], Exception | None]:
     """Return the `norm_partials` of gradients, those to scale, and the error of either, or None.
 
-    If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
+    If they cannot be read, the partials are NaN, so that the norm fails on all ranks. `units`: with
+    order="tree", whose parts the gradients must have.
     """
     partials: dict[str, tuple[float, int]] = dict.fromkeys(gradients, (nan, 0))
     distinct: Mapping[str, Any] = {}
     try:
+        for name in gradients if units else ():
+            _check_part(units[name])
         partials = norm_partials(gradients)
         may_share = scale(gradients, 1)  # only checks
         distinct = distinct_memory(gradients) if may_share else gradients
@@ -160,86 +162,62 @@ def _find_partials(
     return partials, distinct, None
 
 
-def _facts_digest(units: Mapping[str, FSDPShardingUnit]) -> bytes:
-    """Return 16 bytes that are equal on ranks with the same parameters and layouts."""
-    return digest_of((units[name].fact for name in sorted(units)), {})
+def _check_part(unit: FSDPShardingUnit) -> None:
+    """Raise CompatibilityError unless the local gradient of `unit` can be added in a tree."""
+    got = f"{tuple(unit.local_gradient.shape)}, {location_of(unit.local_gradient)}"
+    if tuple(unit.local_gradient.shape) != unit.local_shape or not on_host(unit.local_gradient):
+        raise CompatibilityError(
+            f"'{unit.parameter_name}': order='tree' needs a gradient of shape {unit.local_shape} "
+            f"in main memory, got {got}",
+            name=unit.parameter_name,
+            got=got,
+        )
 
 
-def _find_subtrees(
+def _squares_in_tree(
     units: Mapping[str, FSDPShardingUnit],
     gradients: Mapping[str, Any],
-    partials: dict[str, tuple[float, int]],
-    problem: Exception | None,
-) -> tuple[bytes, dict[str, tuple[float, int]], Exception | None]:
-    """Return this rank's sums of subtrees as bytes, and `_find_partials` with an error of this one.
-
-    The bytes are a digest of the units and, in name order, the sums of each unit's part. A missing
-    gradient has sums of 0. `partials`, `problem`: of the gradients.
-    """
-    sums: list[float] = []
-    try:
-        for name in sorted(units):
-            unit = units[name]
-            start, count = sum(unit.counts[: unit.shard_index]), unit.counts[unit.shard_index]
-            if name not in gradients:
-                sums += [0.0] * len(list(subtrees(start, start + count)))
-                continue
-            gradient = packed(detached(gradients[name]))
-            if tuple(gradient.shape) != unit.local_shape or not on_host(gradient):
-                raise CompatibilityError(
-                    f"'{name}': order='tree' needs a gradient of shape {unit.local_shape} in main "
-                    f"memory, got {tuple(gradient.shape)}, {location_of(gradient)}",
-                    name=name,
-                )
-            sums += _core.tree_squares(gradient, start)
-    except Exception as error:  # all ranks raise it: they wait for this one
-        return b"", dict.fromkeys(gradients, (nan, 0)), problem or error
-    return _facts_digest(units) + array("d", sums).tobytes(), partials, problem
-
-
-def _add_subtrees(
-    rank: int, units: Mapping[str, FSDPShardingUnit], messages: Sequence[bytes]
+    group: Any,
+    timeout: float | None,
 ) -> float:
-    """Return the sum of squares of all parameters.
+    """Return the sum of squares of all parameters, each in a tree over its elements.
 
-    `rank`: this rank, for the error. `messages`: by rank, as of `_find_subtrees`. Raises
-    CollectiveError if a rank has other units.
+    All ranks must call this: they exchange the sums of the subtrees that each of them has, 0 for a
+    missing gradient. Raises CollectiveError if a rank has other units.
     """
+    names, sums = sorted(units), []
+    for name in names:
+        start, count = sum(units[name].counts[: group.rank]), units[name].counts[group.rank]
+        if name in gradients:
+            sums += _core.tree_squares(packed(detached(gradients[name])), start)
+        else:
+            sums += [0.0 for _ in subtrees(start, start + count)]
+    facts = digest_of((units[name].fact for name in names), {})
+    messages = group.gather_bytes(facts + array("d", sums).tobytes(), timeout=timeout)
     for other, message in enumerate(messages):
-        if message[:16] != _facts_digest(units):
-            reason = f"rank {other} has other parameters, shapes or layouts than rank {rank}"
-            raise _clip_error(rank, other, reason)
-    rest = [iter(array("d", message[16:])) for message in messages]
-    total = 0.0
-    for name in sorted(units):
-        parts, start = [], 0
-        for other, count in enumerate(units[name].counts):
-            sums = [next(rest[other]) for _ in subtrees(start, start + count)]
-            parts.append((count, sums))
-            start += count
-        total += squares_root(parts)
-    return total
+        if message[: len(facts)] != facts:
+            reason = f"rank {other} has other parameters, shapes or layouts than rank {group.rank}"
+            raise _clip_error(group.rank, other, reason)
+    rank_sums = [iter(array("d", message[len(facts) :])) for message in messages]
+    return squares_in_order((squares_root(units[name].counts, rank_sums), 0) for name in names)
 
 
 def _collect_squares(
     rank: int, order: str, limit: float, texts: Sequence[bytes]
-) -> tuple[list[float], dict[int, str], list[bytes]]:
-    """Return in rank order the sums of squares, by rank the problems, and in rank order subtrees.
+) -> tuple[list[float], dict[int, str]]:
+    """Return each rank's sum of squares, in rank order, and the problems of ranks by rank.
 
     `rank`: this rank, for the error. `order`, `limit`: this rank's arguments. `texts`: by rank, a
-    message ``clip:<order> <max_norm> <sum of squares> <subtrees in hex, or -> <problem>``. Raises
-    CollectiveError if a message is from another call, has another order or limit, or has a problem
-    and no sum.
+    message ``clip:<order> <max_norm> <sum of squares> <problem>``. Raises CollectiveError if a
+    message is from another call, has another order or limit, or has a problem and no sum.
     """
-    squares_of_ranks, problems, subtrees_of_ranks = [], {}, []
+    squares_of_ranks, problems = [], {}
     for other, text in enumerate(texts):
         command, _, rest = text.partition(b" ")
         other_limit, _, rest = rest.partition(b" ")
         kind, _, other_order = command.partition(b":")
         if command == f"clip:{order}".encode() and float(other_limit) == limit:
-            squares, _, rest = rest.partition(b" ")
-            subtrees_text, _, problem = rest.partition(b" ")
-            subtrees_of_ranks.append(bytes.fromhex(subtrees_text.decode().strip("-")))
+            squares, _, problem = rest.partition(b" ")
             squares_of_ranks.append(float(squares))
             if problem:
                 problems[other] = problem.decode()
@@ -253,7 +231,7 @@ def _collect_squares(
             if other_order.decode() != order:
                 difference = f"has order={other_order.decode()!r}, not {order!r}"
         raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {difference}")
-    return squares_of_ranks, problems, subtrees_of_ranks
+    return squares_of_ranks, problems
 
 
 def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:

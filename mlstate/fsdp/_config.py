@@ -10,7 +10,6 @@ from .._common.budget import parse_size
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
 from ._bucket import Terms
-from ._leaf_exchange import LeafStep
 from ._leaf_order import MOST_PENDING, check_order
 from ._reducer import Reducer
 from ._sharding_unit import dtype_text
@@ -111,7 +110,7 @@ class FSDP:
         self._order = check_order(order, "rank")
         if order == "tree" and self._op not in ("sum", "mean"):
             raise ValueError(f"order='tree' needs op='sum' or 'mean', got {self._op!r}")
-        self._most_pending = check_int("max_pending", max_pending, 1)
+        self.max_pending: int = check_int("max_pending", max_pending, 1)
         self._terms = Terms(
             # a mean is a sum with a divisor
             op="sum" if self._op == "mean" else self._op,
@@ -126,7 +125,7 @@ class FSDP:
             "nonfinite": nonfinite,
             "allow_unused": self.allow_unused,
             "order": order,
-            "max_pending": self._most_pending,
+            "max_pending": self.max_pending,
         }
         self._timeout = check_timeout(timeout)
         self._reducer = Reducer(
@@ -169,12 +168,6 @@ class FSDP:
     def order(self) -> str:
         """Order of the additions: rank or tree."""
         return self._order
-
-    def _new_step(self) -> LeafStep | None:
-        """Return a step without leaves for a hook; None if the order is of ranks."""
-        if self._order == "rank":
-            return None
-        return LeafStep(self.rank, self.world_size, self._most_pending)
 
     @property
     def timeout(self) -> float | None:

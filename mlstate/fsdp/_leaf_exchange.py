@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ._bucket import Entry
+    from ._config import FSDP
     from ._reducer import Reducer
     from ._sharding_unit import FSDPShardingUnit
 
@@ -35,21 +36,14 @@ class SentLeaves(NamedTuple):
     """What a rank sends of a bucket: nodes, and the parameters that lack a gradient in each."""
 
     nodes: list[Node]
-    absent: list[set[int]]  # by node: positions in the bucket
+    absent: list[list[int]]  # by node: positions in the bucket
     are_gradients: bool  # as they were computed, instead of sums of leaves
-
-    def pack(self) -> bytes:
-        """Return the description as bytes, for a header."""
-        absent = [sorted(positions) for positions in self.absent]
-        return json.dumps([self.nodes, absent, self.are_gradients]).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> SentLeaves:
-        """Return the description in `data`."""
+        """Return the leaves that `LeafStep.describe` wrote to `data`."""
         nodes, absent, are_gradients = json.loads(data)
-        return cls(
-            [(level, position) for level, position in nodes], list(map(set, absent)), are_gradients
-        )
+        return cls([(level, position) for level, position in nodes], absent, are_gradients)
 
 
 class LeafStep:
@@ -59,10 +53,10 @@ class LeafStep:
     `no_sync` are held as sums of full gradients, until the next pass sends them.
     """
 
-    def __init__(self, rank: int, world_size: int, most_pending: int) -> None:
-        """Create a step without leaves; at most `most_pending` sums are held at once."""
-        self._rank, self._world_size = rank, world_size
-        self._most_pending = most_pending
+    def __init__(self, fsdp: FSDP) -> None:
+        """Create a step without leaves."""
+        self._rank, self._world_size = fsdp.rank, fsdp.world_size
+        self._most_pending = fsdp.max_pending
         self._shards: dict[tuple[str, ...], LeafSums] = {}
         self._tensors: dict[str, Any] = {}  # an empty tensor, by parameter whose gradient is one
         self._zeros: dict[str, Any] = {}  # by dtype
@@ -169,10 +163,10 @@ class LeafStep:
     def describe(self, entries: Sequence[Entry]) -> bytes:
         """Return `SentLeaves` of a bucket as bytes, for the header before it."""
         absent = [
-            {i for i, entry in enumerate(entries) if node not in (entry.nodes or {})}
+            [i for i, entry in enumerate(entries) if node not in (entry.nodes or {})]
             for node in self.nodes
         ]
-        return SentLeaves(self.nodes, absent, self.are_gradients).pack()
+        return json.dumps(SentLeaves(self.nodes, absent, self.are_gradients)).encode()
 
     def sums_of(self, entries: Iterable[Entry]) -> LeafSums:
         """Return the sums of the bucket with these entries."""

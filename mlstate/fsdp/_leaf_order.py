@@ -58,15 +58,16 @@ def fold(nodes: dict[Node, T], add: Callable[[T, T], T]) -> T:
     return nodes.popitem()[1]
 
 
-def squares_root(parts: Iterable[tuple[int, Sequence[float]]]) -> float:
+def squares_root(counts: Iterable[int], sums: Sequence[Iterator[float]]) -> float:
     """Return the sum of squares of a parameter, in one tree over its elements.
 
-    `parts`: of each rank, the number of elements and the sums of their subtrees, in rank order.
+    `counts`: of the elements of each rank, in rank order. `sums`: by rank, an iterator whose next
+    numbers are the sums of its subtrees.
     """
     nodes: dict[Node, float] = {}
     start = 0
-    for count, sums in parts:
-        nodes.update(zip(subtrees(start, start + count), sums, strict=True))
+    for count, rank_sums in zip(counts, sums, strict=True):
+        nodes.update((node, next(rank_sums)) for node in subtrees(start, start + count))
         start += count
     return fold(nodes, float.__add__) if nodes else 0.0
 

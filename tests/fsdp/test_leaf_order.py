@@ -423,13 +423,14 @@ def test_calls_that_reduce_at_once_are_refused():
 def test_squares_equal_the_plain_tree_for_any_parts_of_the_array(data, count, dtype):
     array = gradient_of([count], (count,), "float32").astype(dtype)
     cuts = data.draw(st.lists(st.integers(0, count), max_size=4).map(sorted))
-    parts = [
-        (end - start, _core.tree_squares(array[start:end], start))
-        for start, end in pairwise([0, *cuts, count])
-    ]
+    ranges = list(pairwise([0, *cuts, count]))
+    counts = [end - start for start, end in ranges]
+    sums = [_core.tree_squares(array[start:end], start) for start, end in ranges]
     squares = [float(x.real) ** 2 + float(x.imag) ** 2 for x in array]
-    assert squares_root(parts) == (tree(squares) or 0.0)
-    assert all(len(sums) <= max(1, 2 * log2(max(n, 1))) for n, sums in parts)
+    assert squares_root(counts, list(map(iter, sums))) == (tree(squares) or 0.0)
+    assert all(
+        len(each) <= max(1, 2 * log2(max(n, 1))) for n, each in zip(counts, sums, strict=True)
+    )
 
 
 def clipped(group, layout):
