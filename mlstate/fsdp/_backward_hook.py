@@ -569,7 +569,7 @@ class FSDPBackwardHook:
         step, hooks = self._tree_step("finish_step"), self._module_hooks
         with self._lock:
             self._abandon_aborted()
-            while not step.has_ended:
+            while self._plan.units and not step.has_ended:
                 self._finish_pass(is_leaf=False)
             try:
                 count = step.store_totals(self._plan.units, self._reducer, self._fsdp.op == "mean")

@@ -132,12 +132,10 @@ class Entry:
         `accumulate`: add it to an existing local gradient instead.
         """
         unit = self.unit
-        if self.nodes is not None:  # the sum is stored at the end of the step
-            pass
-        elif accumulate and unit.local_gradient is not None:
+        if accumulate and unit.local_gradient is not None:
             self.replaces = False
             add({unit.parameter_name: unit.local_gradient}, {unit.parameter_name: self.out})
-        else:
+        elif self.nodes is None:  # otherwise the sum is stored at the end of the step
             unit.local_gradient = self.out
         self._drop()
 

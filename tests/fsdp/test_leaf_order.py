@@ -265,6 +265,7 @@ def test_shared_steps_of_a_hook_end_without_leaves():
         return [*counts, parts, hook.finish_step(), unit.local_gradient]
 
     assert run_ranks(2, step) == [[2, [2, 2], 0, None], [2, [2], 0, None]]
+    assert FSDPBackwardHook(FSDP(SingleGroup(), order="tree")).finish_step() == 0  # no parameters
 
 
 def test_sums_divide_and_round_once():

@@ -114,7 +114,7 @@ def with_shards(group, *, holds=False):
 
 
 def with_full_gradients(group, *, wrapped=False):
-    """The optimizer has all parameters; `wrapped`: in DDP, some passes in its no_sync."""
+    """The optimizer has all parameters; some passes are in no_sync. `wrapped`: in DDP."""
     model = Words()
     adam = adam_of(model.parameters())
     if wrapped:
@@ -126,8 +126,8 @@ def with_full_gradients(group, *, wrapped=False):
         hook.register_hooks(model, sharding_units(model, group), gradients="full")
     for step in range(STEPS):
         for number, leaf in enumerate(range(group.rank, LEAVES, group.world_size)):
-            unsynced = outer.no_sync() if wrapped and number == 0 else contextlib.nullcontext()
-            with unsynced:
+            unsynced = (outer if wrapped else hook).no_sync()
+            with unsynced if number == 0 else contextlib.nullcontext(), hook.leaf(leaf):
                 loss_of(outer, step, leaf).backward()
         assert hook.finish_step() == LEAVES
         units = sharding_units(model, SingleGroup())
