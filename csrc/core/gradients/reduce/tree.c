@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-enum { CHUNK = 512 /* elements; a power of two */, LEVELS = 64 };
+enum { CHUNK = 512 /* elements; a power of two */, LEVELS = 64, EIGHT = 8 };
 
 /* Return the dtype of an item, two of which are a complex number. */
 static mls_dtype item_dtype(mls_dtype dtype)
@@ -37,6 +37,17 @@ static void add_pairs(double *restrict sums, const double *restrict values, size
     }
 }
 
+/* Store the roots of the squares of `count` runs of EIGHT values. */
+static void add_eight_squares(double *restrict roots, const double *restrict v,
+                              size_t count)
+{
+    for (size_t i = 0; i < count; i++, v += EIGHT) {
+        const double a = v[0] * v[0] + v[1] * v[1], b = v[2] * v[2] + v[3] * v[3];
+        const double c = v[4] * v[4] + v[5] * v[5], d = v[6] * v[6] + v[7] * v[7];
+        roots[i] = (a + b) + (c + d);
+    }
+}
+
 /* Return the root of `count` items, a power of two of at most 2 * CHUNK. */
 static double chunk_root(const mls_kernels *kernels, mls_dtype item, const void *items,
                          size_t count)
@@ -47,11 +58,19 @@ static double chunk_root(const mls_kernels *kernels, mls_dtype item, const void 
     } else {
         kernels->convert[item][MLS_F64](squares, items, count, MLS_STORE_CACHED);
     }
-    for (size_t i = 0; i < count; i++) {
-        squares[i] *= squares[i];
-    }
+    size_t left = count;
     double *from = squares, *to = sums;
-    for (size_t pairs = count / 2; pairs > 0; pairs /= 2) {
+    if (count >= EIGHT) {
+        left = count / EIGHT;
+        add_eight_squares(sums, squares, left);
+        from = sums;
+        to = squares;
+    } else {
+        for (size_t i = 0; i < count; i++) {
+            squares[i] *= squares[i];
+        }
+    }
+    for (size_t pairs = left / 2; pairs > 0; pairs /= 2) {
         add_pairs(to, from, pairs);
         double *const next = from;
         from = to;
