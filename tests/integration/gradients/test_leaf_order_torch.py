@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import mlstate
+from mlstate.checkpoint import Shard
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import (
     FSDP,
@@ -85,19 +87,40 @@ def with_an_accumulator():
     return digest_of(model)
 
 
-def with_shards(group, *, holds=False):
-    """Each rank updates its part; with `holds`, consecutive leaves are added up before."""
+def shards_of(units, parts, adam, group):
+    """Shards of this rank's parts of weights and moments."""
+    shards = {}
+    for name, unit in units.items():
+        state = adam.state[parts[name]]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state.setdefault(moment, torch.zeros_like(parts[name]))
+        arrays = {"": parts[name], ".m": state["exp_avg"], ".v": state["exp_avg_sq"]}
+        for suffix, array in arrays.items():
+            shards[name + suffix] = Shard(array, unit.layout, group.rank, shape=unit.shape)
+    return shards
+
+
+def with_shards(group, *, holds=False, steps=range(STEPS), path=None):
+    """Each rank updates its part; with `holds`, consecutive leaves are added up before.
+
+    `path`: of a checkpoint, to begin with unless the first of `steps` is 0, and to save.
+    """
     model = Words()
     parameters, units = dict(model.named_parameters()), sharding_units(model, group)
     hook = FSDPBackwardHook(FSDP(group, op="mean", order="tree", bucket_bytes=600))
     hook.register_hooks(model, units)
     parts = {n: u.layout.take(parameters[n].detach(), group.rank).clone() for n, u in units.items()}
     adam = adam_of(parts.values())
+    if path is not None and steps[0]:
+        mlstate.load(path, into={"model": shards_of(units, parts, adam, group)}, group=group)
+        for part in parts.values():
+            adam.state[part]["step"] = torch.tensor(float(steps[0]))
+        gather_weights(group, units, parts, parameters)
     chunk = -(-LEAVES // group.world_size)
     own_leaves = range(group.rank, LEAVES, group.world_size)
     if holds:
         own_leaves = range(LEAVES)[group.rank * chunk : (group.rank + 1) * chunk]
-    for step in range(STEPS):
+    for step in steps:
         for leaf in own_leaves:
             with hook.no_sync() if holds else contextlib.nullcontext(), hook.leaf(leaf):
                 loss_of(model, step, leaf).backward()
@@ -106,11 +129,17 @@ def with_shards(group, *, holds=False):
         for name, part in parts.items():
             part.grad = units[name].local_gradient
         adam.step()
-        for name, part in parts.items():
-            gathered = group.all_gather(part, counts=units[name].counts)
-            parameters[name].data.copy_(gathered.view_as(parameters[name]))
+        gather_weights(group, units, parts, parameters)
+    if path is not None:
+        mlstate.save(path, shards_of(units, parts, adam, group), group=group)
     hook.close()
     return digest_of(model)
+
+
+def gather_weights(group, units, parts, parameters):
+    for name, part in parts.items():
+        gathered = group.all_gather(part, counts=units[name].counts)
+        parameters[name].data.copy_(gathered.view_as(parameters[name]))
 
 
 def with_full_gradients(group, *, wrapped=False):
@@ -158,6 +187,16 @@ def test_weights_have_one_digest_on_threads():
     expected = with_an_accumulator()
     for world in (2, 4):
         assert run_ranks(world, with_shards) == [expected] * world
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (4, 1)], ids=str)
+def test_training_resumed_on_other_ranks_has_the_same_digest(worlds, tmp_path):
+    first, second = worlds
+    run_ranks(first, lambda group: with_shards(group, steps=[0], path=tmp_path / "c"))
+    resumed = run_ranks(
+        second, lambda group: with_shards(group, steps=range(1, STEPS), path=tmp_path / "c")
+    )
+    assert resumed == [with_an_accumulator()] * second
 
 
 def refuse_fsdp2(group):
