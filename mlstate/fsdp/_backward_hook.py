@@ -569,9 +569,9 @@ class FSDPBackwardHook:
         step, hooks = self._tree_step("finish_step"), self._module_hooks
         with self._lock:
             self._abandon_aborted()
-            while self._plan.units and not step.has_ended:
-                self._finish_pass(is_leaf=False)
             try:
+                while self._plan.units and not step.has_ended:
+                    self._finish_pass(is_leaf=False)
                 count = step.store_totals(self._plan.units, self._reducer, self._fsdp.op == "mean")
                 if hooks is not None and hooks.is_full:
                     self._gather_full(hooks)
