@@ -77,11 +77,11 @@ class FSDP:
 
     The promise of ``order="tree"``: the same micro-batches of the same shape give the same bits of
     weights on any number of data-parallel ranks, on the same kind of machine, with the same
-    libraries and threads, and an optimizer that updates each element by itself, such as AdamW. These
-    break it: another size of micro-batches, fused SGD with momentum, another tensor or pipeline
-    parallel degree, batch norm over ranks, dropout whose generator depends on the rank, losses over
-    the whole batch, ``OMP_NUM_THREADS``, which torchrun sets for more than one process only, and
-    another GPU. Clip with ``clip_grad_norm(order="tree")``.
+    libraries and threads, and an optimizer that updates each element by itself, such as AdamW.
+    These break it: another size of micro-batches, fused SGD with momentum, another tensor or
+    pipeline parallel degree, batch norm over ranks, dropout whose generator depends on the rank,
+    losses over the whole batch, ``OMP_NUM_THREADS``, which torchrun sets for more than one process
+    only, and another GPU. Clip with ``clip_grad_norm(order="tree")``.
 
     Examples
     --------
