@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import zlib
 
 import hypothesis
@@ -17,14 +18,6 @@ sys.dont_write_bytecode = False
 
 # Idle threads of OpenMP spin: with several workers, some tests of torch took five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Files of tests are in memory if it is large: waiting for a disk took more time than computing.
-# Some tests run programs that they compile there.
-MEMORY, LEAST = "/dev/shm", 8 << 30
-if os.access(MEMORY, os.W_OK):
-    is_large = shutil.disk_usage(MEMORY).free >= LEAST
-    if is_large and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
-        os.environ.setdefault("TMPDIR", MEMORY)
 
 # A shell starts background processes with SIGINT ignored; Python then raises nothing on Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +32,26 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("mlstate")
 
+
+def folder_in_memory():
+    """Return a new folder in memory, or None if memory has no room for the files of all tests.
+
+    Waiting for a disk took more time than computing. Some tests run programs that they compile
+    there.
+    """
+    memory, least = "/dev/shm", 8 << 30
+    if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < least:
+        return None
+    if os.statvfs(memory).f_flag & os.ST_NOEXEC:
+        return None
+    return tempfile.mkdtemp(prefix="mls-", dir=memory)
+
+
+# of this process and of all that it starts, such as the workers; a user may choose another one
+own_folder = None if "TMPDIR" in os.environ else folder_in_memory()
+if own_folder is not None:
+    os.environ["TMPDIR"] = own_folder
+    tempfile.tempdir = None
 
 SLOW_FOLDERS = {"integration", "package", "attacks", "remote"}
 
@@ -57,6 +70,11 @@ def pytest_collection_modifyitems(config, items):
     # Files that start processes or compile begin first, so that no worker waits for one at the end.
     items[:] = sorted(groups[0], key=lambda item: not SLOW_FOLDERS & {*item.path.parts})
     config.hook.pytest_deselected(items=groups[1])
+
+
+def pytest_unconfigure():
+    if own_folder is not None:
+        shutil.rmtree(own_folder, ignore_errors=True)
 
 
 def pytest_collection_finish():
