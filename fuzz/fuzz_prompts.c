@@ -5,6 +5,7 @@
  * csrc/core.
  */
 #include "base/memory.h"
+#include "base/size.h"
 #include "prompts/prompt_log_state.h"
 
 #include <fcntl.h>

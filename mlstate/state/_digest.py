@@ -72,11 +72,13 @@ class DigestDiff(Shown):
 
     def __init__(self, first: Digest, second: Digest) -> None:
         """Compare two digests."""
-        self.missing = [name for name in first if name not in second]
-        self.unexpected = [name for name in second if name not in first]
+        self.missing: list[str] = [name for name in first if name not in second]
+        self.unexpected: list[str] = [name for name in second if name not in first]
         common = [name for name in first if name in second]
-        self.changed = [(n, first[n], second[n]) for n in common if first[n] != second[n]]
-        self.unchanged = len(common) - len(self.changed)
+        self.changed: list[tuple[str, TensorDigest, TensorDigest]] = [
+            (n, first[n], second[n]) for n in common if first[n] != second[n]
+        ]
+        self.unchanged: int = len(common) - len(self.changed)
 
     @property
     def identical(self) -> bool:

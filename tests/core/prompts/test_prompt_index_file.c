@@ -1,4 +1,5 @@
 /* The index file: it saves the scan, and a wrong one is never believed. */
+#include "base/size.h"
 #include "support/prompt_logs.h"
 #include "support/random_bytes.h"
 

@@ -1,5 +1,7 @@
 /* Keys and headers: equal on every machine, and hostile bytes are refused. */
 #include "prompts/prompt_record.h"
+
+#include "base/size.h"
 #include "support/cpus.h"
 #include "support/random_bytes.h"
 #include "support/runner.h"

@@ -1,4 +1,5 @@
 /* Stored records: long headers, the search behind damage, payload checks. */
+#include "base/size.h"
 #include "support/prompt_logs.h"
 
 #include <fcntl.h>
