@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.report import Table
 from .._common.scales import codes_of, facts_of
+from .._common.text import count_text
 from ..errors import CompatibilityError
 from ._compatibility import as_dict
 from ._tolerance import change_beyond, check_tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 LISTED = 20  # rows that a table shows
+
+
+def title_of(counts: Sequence[tuple[int, str]], unchanged: int) -> str:
+    """Return one line with the numbers of tensors that differ, by label, and of the others."""
+    listed = [f"{count:,} {label}" for count, label in counts if count]
+    if not listed:
+        return f"identical: {count_text(unchanged, 'tensor')}"
+    return ", ".join(listed + [f"{unchanged:,} unchanged"] * (unchanged > 0))
 
 
 class TensorChange(NamedTuple):
@@ -87,17 +96,14 @@ class StateDiff(NamedTuple):
 
     def _title(self) -> str:
         """Return one line with the number of tensors of each kind of difference."""
-        if self.identical:
-            return f"identical: {self.unchanged:,} tensor{'' if self.unchanged == 1 else 's'}"
-        parts = [
+        counts = [
             (len(self.changes), "changed"),
             (len(self.shapes), "of another shape"),
             (len(self.dtypes), "of another dtype"),
             (len(self.missing), "only in the first"),
             (len(self.unexpected), "only in the second"),
-            (self.unchanged, "unchanged"),
         ]
-        return ", ".join(f"{count:,} {label}" for count, label in parts if count)
+        return title_of(counts, self.unchanged)
 
     def _table(self) -> Table:
         """Return a row for each shape and dtype mismatch, then for the largest changes.

@@ -23,6 +23,7 @@ from .._common.text import shorten
 from .._sharding.layout import Shard
 from ..errors import CompatibilityError, FormatError
 from ._compatibility import join
+from ._diff import title_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -87,15 +88,12 @@ class DigestDiff(Shown):
 
     def _title(self) -> str:
         """Return one line with the number of tensors of each kind of difference."""
-        if self.identical:
-            return f"identical: {self.unchanged:,} tensor{'' if self.unchanged == 1 else 's'}"
-        parts = [
+        counts = [
             (len(self.changed), "changed"),
             (len(self.missing), "only in the first"),
             (len(self.unexpected), "only in the second"),
-            (self.unchanged, "unchanged"),
         ]
-        return ", ".join(f"{count:,} {label}" for count, label in parts if count)
+        return title_of(counts, self.unchanged)
 
     def _table(self) -> Table:
         """Return a row for each tensor that differs."""
