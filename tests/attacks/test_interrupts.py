@@ -23,11 +23,11 @@ USUAL = {
     "export async", "prompts", "tier budget", "group", "reductions", "snapshot_case", "prompt_case",
     "chunk_case",
 }  # fmt: skip
-# A mapped load has the lines of the other one.
+# One process is interrupted. A mapped load has the lines of the other one.
 OPERATIONS = [
     each
     for each in operations.ALL
-    if each.ranks == 1 and not each.seeded and not getattr(each, "mmap", False)
+    if each.ranks == each.prepare_ranks == 1 and not (each.seeded or getattr(each, "mmap", False))
 ]
 CHANGES = [each for each in OPERATIONS if isinstance(each, operations.Change)]
 
