@@ -6,6 +6,7 @@ nearly every tensor and in the names of their tensors, so a mix of two equals no
 
 import contextlib
 import errno
+import gc
 import io
 import json
 import os
@@ -505,6 +506,9 @@ class MoveTiers(SaveFile):
 
     def check(self, root):
         """The next process must also be able to open it."""
+        # A signal just before `with` leaves the lock with an object of the kept exception.
+        self.kept = None
+        gc.collect()
         folder = f"{root}/{self.folder}"
         with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
             arrays = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
