@@ -82,8 +82,8 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     -----
     The digest has 128 bits; a change within 8 adjacent bytes of an element always changes it. It
     finds accidents, and is not cryptographic: `StateDict.digest` is a SHA-256, which depends on
-    each rank's part. Elements in main memory are read once and not copied, at about the speed of
-    a copy; those on a device stay there.
+    each rank's part. Elements in main memory are read once and not copied, except flat parts that
+    are not contiguous, and elements of dtypes that only NumPy knows; those on a device stay there.
 
     Examples
     --------

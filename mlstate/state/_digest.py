@@ -1,7 +1,7 @@
 """`Digest`: a number for each tensor that does not depend on how the tensor is divided.
 
 The numbers of the parts of a tensor add up to its number (csrc/core/state/digest.h has the
-definition), so ranks exchange 16 bytes for each of their tensors, and no elements.
+definition), so ranks exchange the digests and places of their parts, and no elements.
 """
 
 from __future__ import annotations
