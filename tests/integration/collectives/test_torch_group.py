@@ -396,6 +396,7 @@ def name_all_ranks_that_are_gone(group):
     link = Link(dist.group.WORLD, torch.device("cpu"), None)
     link.barrier()
     assert link.closed_peers() == []
+    link.barrier()  # all ranks have looked
     if group.rank == 1:
         raise Gone
     if group.rank == 2:
