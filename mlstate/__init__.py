@@ -51,8 +51,8 @@ if TYPE_CHECKING:
         save_file,
         verify,
     )
-    from .checkpoint._diff import diff
-    from .checkpoint._digest import digest
+    from .checkpoint._compare.diff import diff
+    from .checkpoint._compare.digest import digest
     from .errors import (
         CapacityError,
         ChecksumError,
@@ -157,8 +157,8 @@ _NAMES = {
         "save_async",
         "verify",
     ),
-    ".checkpoint._diff": ("diff",),
-    ".checkpoint._digest": ("digest",),
+    ".checkpoint._compare.diff": ("diff",),
+    ".checkpoint._compare.digest": ("digest",),
     ".errors": (
         "CapacityError",
         "ChecksumError",

@@ -27,18 +27,19 @@ from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
-from ._checkpoint.checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
+from ._checkpoint.checkpoint import Checkpoint, inspect
 from ._load.load import load
 from ._loaded_state import LoadedState
+from ._records import LayerRecord, ShardRecord, TensorRecord
 from ._report import Problem, VerifyReport
 from ._verify import verify
 
 if TYPE_CHECKING:
     from ._checkpoint.export_async import export_huggingface_async
-    from ._checkpoint.reshard import reshard
     from ._checkpoint.save import save
     from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
     from ._checksum import checksum
+    from ._convert.reshard import reshard
     from ._huggingface.export import export_huggingface
     from ._load.plan_load import FileRead, LoadPlan, plan_load
     from ._manager.manager import CheckpointManager
@@ -97,7 +98,6 @@ show_exports(
     {
         # a load needs none of them
         "._checkpoint.export_async": ("export_huggingface_async",),
-        "._checkpoint.reshard": ("reshard",),
         "._checkpoint.save": ("save",),
         "._checkpoint.save_async": (
             "SaveHandle",
@@ -105,6 +105,7 @@ show_exports(
             "save_async",
         ),
         "._checksum": ("checksum",),
+        "._convert.reshard": ("reshard",),
         "._huggingface.export": ("export_huggingface",),
         "._load.plan_load": (
             "FileRead",

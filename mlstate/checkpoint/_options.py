@@ -30,6 +30,7 @@ class SaveOptions(TypedDict, total=False):
     sparse: bool
     incremental: bool
     compress: str | None
+    digest: bool
     progress: Callable[[int], object] | None
     lock_timeout: float
     exclude: str | Iterable[str] | None
@@ -55,7 +56,8 @@ class LoadOptions(TypedDict, total=False):
     storage_options: Mapping[str, object] | None
 
 
-_FLAGS = ("mmap", "strict", "sparse", "incremental")
+_SAVE_FLAGS = ("sparse", "incremental", "digest")
+_FLAGS = ("mmap", "strict", *_SAVE_FLAGS)
 PACK_BELOW = 262144
 PACK_BELOW_MOST = (1 << 63) - 1
 _HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
@@ -70,7 +72,7 @@ _MEANT = {
 SAVE_DEFAULTS = cast(
     "SaveOptions",
     dict.fromkeys(SaveOptions.__annotations__)
-    | {"pack_below_bytes": PACK_BELOW, "sparse": False, "incremental": False, "lock_timeout": 0},
+    | {"pack_below_bytes": PACK_BELOW, **dict.fromkeys(_SAVE_FLAGS, False), "lock_timeout": 0},
 )
 LOAD_DEFAULTS = cast(
     "LoadOptions",

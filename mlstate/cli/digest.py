@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint._digest import digest_of
+from ..checkpoint._compare.digest import digest_of
 from ..state._digest import Digest
 from ._common import (
     PATH_HELP,

@@ -10,7 +10,7 @@ from .._common.arguments import check_flags
 from .._common.atomic_file import Target
 from .._common.local_path import local_path
 from .._common.store_error import format_error, os_errors
-from ..checkpoint._digest import digest
+from ..checkpoint._compare.digest import digest
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import FormatError, StoreNotFoundError

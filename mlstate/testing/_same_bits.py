@@ -12,7 +12,7 @@ from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import INTEGERS, label_of, name_of
 from .._common.text import count_text, shorten
 from .._sharding.layout import Shard
-from ..checkpoint._digest import parts_of, readers_of
+from ..checkpoint._compare.digest import parts_of, readers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -467,7 +467,7 @@ def test_diff_between_kinds_and_layouts(place, run, monkeypatch):
         "model: identical: 2 tensors",
         "optimizer: identical: 1 tensor",
     ]
-    monkeypatch.setattr(_diff_sources, "_BATCH_TENSORS", 1)
+    monkeypatch.setattr(_diff_sources, "BATCH_TENSORS", 1)
     assert run("diff", "ckpt", "run")[0] == 1
 
 

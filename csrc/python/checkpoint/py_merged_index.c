@@ -315,6 +315,36 @@ static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
     return list;
 }
 
+/* digests(section) -> {key: (lane, lane), ...}: the recorded digests of a section's
+ * tensors, except tensors with a missing part or a part without a digest */
+static PyObject *merged_index_digests(mlspy_merged_index *self, PyObject *argument)
+{
+    mls_section section;
+    if (mlspy_take_section(mlspy_state_of_type(Py_TYPE(self)), argument, &section) < 0) {
+        return NULL;
+    }
+    PyObject *digests = PyDict_New();
+    for (size_t i = 0; digests != NULL && i < self->merged.tensor_count; i++) {
+        const mls_merged_index_tensor *tensor = &self->merged.tensors[i];
+        mls_digest digest;
+        if (tensor->any_shard->id.section != section ||
+            !mls_merged_index_digest(&self->merged, tensor, &digest)) {
+            continue;
+        }
+        PyObject *key = mlspy_merged_index_key(&tensor->any_shard->id);
+        PyObject *lanes = key == NULL
+                              ? NULL
+                              : Py_BuildValue("KK", (unsigned long long)digest.lanes[0],
+                                              (unsigned long long)digest.lanes[1]);
+        if (lanes == NULL || PyDict_SetItem(digests, key, lanes) < 0) {
+            Py_CLEAR(digests);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(lanes);
+    }
+    return digests;
+}
+
 /* keep_whole(section, keys): let layouts that a load requests cut none of the tensors in
  * the set `keys`, which are bytes of a value. Call it before any other thread has the
  * object. */
@@ -637,6 +667,7 @@ static PyMethodDef merged_index_methods[] = {
     {"of_files", merged_index_of_files, METH_VARARGS | METH_CLASS,
      "of_files(folder, names, checksums=(), /)\n--\n\n"},
     MLSPY_METHOD(merged_index, keys, METH_O, "section, /"),
+    MLSPY_METHOD(merged_index, digests, METH_O, "section, /"),
     MLSPY_METHOD(merged_index, keep_whole, METH_FASTCALL, "section, keys, /"),
     MLSPY_METHOD(merged_index, tensors, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, shards, METH_NOARGS, "/"),

@@ -166,20 +166,21 @@ static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generatio
  * the committed checkpoint, whose unchanged shards are not written again, or None to
  * write everything. `options` is (pack_below: shards of fewer bytes share files, sparse:
  * omit rows of zeros, incremental: write only changed rows of a shard, compress: name of
- * a codec or None), see mls_shards_write. Python has checked the two flags, so any value
- * except True is False; `pack_below` comes from the user. `progress` is called with the
- * number of bytes since its last call, or is None. `freed` is called at most once,
- * without arguments, after the last read of the arrays of the list, and not if writing
- * failed before; if it is set, the save runs beside other work, and has its own threads
- * instead of the shared ones. `mode`: permission bits of new files. `temporary`: the
- * files are read soon and then deleted, so they are not synced.
+ * a codec or None, digest: record the shards' digests), see mls_shards_write. Python has
+ * checked the three flags, so any value except True is False; `pack_below` comes from the
+ * user. `progress` is called with the number of bytes since its last call, or is None.
+ * `freed` is called at most once, without arguments, after the last read of the arrays of
+ * the list, and not if writing failed before; if it is set, the save runs beside other
+ * work, and has its own threads instead of the shared ones. `mode`: permission bits of
+ * new files. `temporary`: the files are read soon and then deleted, so they are not
+ * synced.
  */
 PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
 {
-    PyObject *pack_below, *sparse, *incremental, *compress;
+    PyObject *pack_below, *sparse, *incremental, *compress, *digest;
     mls_shard_job job;
-    if (mlspy_take_tuple(args[4], "options", "OOOO", &pack_below, &sparse, &incremental,
-                         &compress) < 0) {
+    if (mlspy_take_tuple(args[4], "options", "OOOOO", &pack_below, &sparse, &incremental,
+                         &compress, &digest) < 0) {
         return NULL;
     }
     mlspy_shard_items *items = take_job(state, args[1], args[2], pack_below, &job);
@@ -192,6 +193,7 @@ PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
     }
     job.sparse = sparse == Py_True;
     job.incremental = incremental == Py_True;
+    job.digest_keys = digest == Py_True ? &state->digest_keys : NULL;
     job.codecs = mlspy_codecs();
     job.temporary = args[8] == Py_True;
     return write_shards(items, args[0], &job, args[5], args[6]);

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import groupby
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..._common.report import Table
 from ..._common.text import bytes_text, count_text, first_by_number, number_order
@@ -18,6 +18,7 @@ from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, LoadOptions, show_options
 from .._quantized.parts import scheme_of
+from .._records import LayerRecord, ShardRecord, TensorRecord
 from .._report import VerifyReport
 from .._sources.open_source import is_source, known_source, open_source
 from .._store.manifest import Manifest, build, parse
@@ -40,63 +41,6 @@ def stored_text(nbytes: int, stored: int) -> str:
     return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
 
 
-class TensorRecord(NamedTuple):
-    """One tensor of a checkpoint.
-
-    Attributes
-    ----------
-    section : str
-        ``"params"``, ``"optim_state"`` or ``"states"``.
-    key : str
-        Key of the tensor in a state dict; for a named state ``"<state>/<key>"``.
-    parameter : str
-        Name of the parameter that this tensor is, or is a state of.
-    state : str or None
-        Name of the optimizer state, such as ``"m"``; None for a parameter.
-    dtype : str
-        Name of the dtype in NumPy, ml_dtypes or torch; of a tensor that no array can hold, the
-        name in its file.
-    shape : tuple of int
-        Shape of the whole tensor.
-    layout : Layout
-        How the tensor was cut into shards.
-    axes : tuple of int or None, or None
-        For a state whose axes differ from its parameter's: the parameter's axis for each axis
-        of the state, or None for an axis that the parameter lacks.
-    shards : int
-        Number of stored shards.
-    nbytes : int
-        Bytes of all shards.
-    version : int
-        Number of changes; the maximum over the shards.
-    tier : str or None
-        ``"hot"``, ``"warm"`` or ``"cold"``; None if no tier was recorded.
-    stored_nbytes : int
-        Bytes of the shards in files: fewer than `nbytes` if zeros were omitted or data was
-        compressed, more if layers replace earlier rows.
-    sparse_shards : int
-        Number of shards that consist of layers, or are all zero.
-    codec : str or None
-        Codec of the compressed shards; None if no shard is compressed.
-    """
-
-    section: str
-    key: str
-    parameter: str
-    state: str | None
-    dtype: str
-    shape: tuple[int, ...]
-    layout: Layout
-    axes: tuple[int | None, ...] | None
-    shards: int
-    nbytes: int
-    version: int
-    tier: str | None
-    stored_nbytes: int
-    sparse_shards: int
-    codec: str | None
-
-
 def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
     """Return tensors in the order of a table: by section, then by the numbers in their names."""
     return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
@@ -109,92 +53,6 @@ def tensor_table(title: str, tensors: Iterable[TensorRecord], total: int | None 
         for t in tensors
     ]
     return Table(title, _COLUMNS, rows, total=total)
-
-
-class LayerRecord(NamedTuple):
-    """One stored layer of a sparse or compressed shard.
-
-    Attributes
-    ----------
-    path : str
-        File of the layer, relative to the checkpoint's folder.
-    offset, nbytes : int
-        Byte range of the layer in the file.
-    crc32c : str
-        Checksum of these bytes.
-    held_nbytes : int
-        Bytes of the shard that the layer holds, after decompression.
-    visible_nbytes : int
-        Number of these bytes that are current; later layers replace the others.
-    codec : str or None
-        Codec of the layer; None if it is not compressed.
-    """
-
-    path: str
-    offset: int
-    nbytes: int
-    crc32c: str
-    held_nbytes: int
-    visible_nbytes: int
-    codec: str | None
-
-
-class ShardRecord(NamedTuple):
-    """One stored shard of a checkpoint.
-
-    Attributes
-    ----------
-    section, key : str
-        As in `TensorRecord`.
-    part : int
-        Index of the part of the tensor.
-    shape : tuple of int
-        Shape of the part.
-    rank : int
-        Rank that stored it.
-    path : str or None
-        File of the shard, relative to the checkpoint's folder. None if the shard is sparse or
-        compressed: then `layers` has the files.
-    offset : int or None
-        Offset of the shard in the file.
-    nbytes : int
-        Bytes of the shard.
-    crc32c : str or None
-        Checksum of these bytes; None too if another program wrote the file without checksums.
-    version : int
-        Number of changes.
-    layers : tuple of LayerRecord, or None
-        Layers of a sparse or compressed shard, oldest first. Bytes that no layer holds are
-        zero.
-    """
-
-    section: str
-    key: str
-    part: int
-    shape: tuple[int, ...]
-    rank: int
-    path: str | None
-    offset: int | None
-    nbytes: int
-    crc32c: str | None
-    version: int
-    layers: tuple[LayerRecord, ...] | None
-
-    @property
-    def stored_nbytes(self) -> int:
-        """Number of bytes that the shard takes in files.
-
-        Examples
-        --------
-        >>> import tempfile, numpy as np, mlstate
-        >>> path = tempfile.mkdtemp() + "/ckpt"
-        >>> [shard] = mlstate.save(path, {"w": np.ones(3)}).shards()
-        >>> shard.stored_nbytes
-        24
-        """
-        if self.layers is None:
-            return self.nbytes
-        return sum(layer.nbytes for layer in self.layers)
 
 
 class Checkpoint:

@@ -85,6 +85,11 @@ def save(
         Rounded numbers, counts and masks usually do; trained float32 weights mostly do not.
         ``zlib`` is always available; ``zstd`` is faster in both directions and needs
         ``mlstate[zstd]`` to save and to load.
+    digest : bool, default False
+        Record the digest of each tensor (see `mlstate.digest`), which does not depend on `layout`
+        or the number of ranks. `mlstate.digest` of the checkpoint then reads no tensor, and
+        `reshard` and ``mlstate convert`` compare their copies with it. This takes one pass over
+        the memory. A save without it keeps none.
     exclude : str or iterable of str, optional
         Patterns of optimizer states, such as ``"*.projector"``, of values of its groups, such as
         ``"param_groups.*.helper"``, and of paths in nested states, such as ``"warm_up.after"``,

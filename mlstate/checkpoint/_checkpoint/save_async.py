@@ -357,7 +357,8 @@ def save_async(
 
     Parameters
     ----------
-    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress,
+    digest
         As for `save`. Tensors on a device are always copied.
     states : mapping of str to object, optional
         As for `save`. ``state_dict()`` is called, and values other than arrays are copied, before

@@ -11,6 +11,7 @@ from ..._common.budget import parse_size
 from ..._common.caller import find_caller
 from ..._common.local_path import refuse_same_path
 from ...errors import CompatibilityError
+from .._compare.digest import require_equal_copy
 from .._huggingface.export import MAX_SHARD_BYTES, export, take_export, write_folder
 from .._huggingface.export_plan import make_plan
 from .._layouts.lightning import STATE
@@ -68,6 +69,24 @@ def convert(
     request: Conversion,
     progress: CountedProgress,
     open_path: Callable[[str | os.PathLike[str]], Source] = open_source,
+) -> Converted:
+    """Write the content at `path` to `target`, atomically, as `_convert` describes.
+
+    A whole copy is compared with the digests that its source has recorded.
+    """
+    converted = _convert(path, target, request, progress, open_path)
+    is_whole = request.selection is None and not any(request.changes.values())
+    if is_whole and "lightning" not in (converted.source.format, converted.format):
+        require_equal_copy(converted.source, target)
+    return converted
+
+
+def _convert(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    request: Conversion,
+    progress: CountedProgress,
+    open_path: Callable[[str | os.PathLike[str]], Source],
 ) -> Converted:
     """Write the content at `path` to `target`, atomically.
 

@@ -398,7 +398,7 @@ class CheckpointManager:
             The step. Saving a step again replaces it when the new one is committed.
         model, optimizer, states, metadata, group, layout, pack_below_bytes
             As for `mlstate.save`.
-        progress, lock_timeout
+        digest, progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
             As for `mlstate.save`. Steps share layers in the same way as files: files that a
@@ -451,7 +451,8 @@ class CheckpointManager:
 
         Parameters
         ----------
-        step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress
+        step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress,
+        digest
             As for `save`.
         states : mapping of str to object, optional
             As for `mlstate.checkpoint.save_async`.

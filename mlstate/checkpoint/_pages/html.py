@@ -12,9 +12,9 @@ from .table import Group, Parameter, columns_of, groups_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from .._checkpoint.checkpoint import TensorRecord
     from .._checkpoint.save_async import SaveTimes
     from .._loaded_state import LoadedState
+    from .._records import TensorRecord
     from .._report import VerifyReport
     from .._store.manifest import Manifest
     from .._tiers.report import TierReport

@@ -11,7 +11,7 @@ from ..._common.text import number_order
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .._checkpoint.checkpoint import TensorRecord
+    from .._records import TensorRecord
 
 WEIGHTS, OTHER = "weights", "other states"
 _STATES = 5  # number of states with their own column

@@ -49,6 +49,7 @@ class WriteOptions(NamedTuple):
     sparse: bool
     incremental: bool
     compress: str | None  # name of a codec
+    digest: bool  # record the digests of the shards
 
 
 class SaveTarget(NamedTuple):
@@ -107,7 +108,6 @@ def check_target(
     rank, world_size = 0, 1
     group = optional_group(options["group"])
     pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"], 0, PACK_BELOW_MOST)
-    is_sparse, is_incremental = bool(options["sparse"]), bool(options["incremental"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
@@ -117,7 +117,13 @@ def check_target(
         rank=rank,
         world_size=world_size,
         layout=options["layout"],
-        write_options=WriteOptions(pack_below, is_sparse, is_incremental, options["compress"]),
+        write_options=WriteOptions(
+            pack_below,
+            bool(options["sparse"]),
+            bool(options["incremental"]),
+            options["compress"],
+            bool(options["digest"]),
+        ),
         request=save_folder,
         caller=find_caller(),
     )

@@ -20,6 +20,7 @@
 #include "safetensors/safetensors.h"
 #include "sharding/layout.h"
 #include "sharding/optimizer_axes.h"
+#include "state/digest.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -113,6 +114,8 @@ typedef struct mls_index_shard {
     const mls_layers *layers; /* NULL: plain */
     const mls_stored *opaque; /* NULL, or the header entry of a tensor that no array can
                                  hold; this struct describes its bytes */
+    bool has_digest;          /* the save recorded the digest of the part */
+    mls_digest digest;        /* of the part, at its place in the whole tensor */
 } mls_index_shard;
 
 typedef struct mls_index {

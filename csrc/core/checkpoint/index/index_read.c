@@ -26,13 +26,14 @@ enum {
 typedef mls_json_member member;  /* an entry for mls_index_find_members */
 typedef mls_index_column column; /* copied before a read, so that errors show the value */
 
-/* Columns of the shards: strings of numbers first, then arrays. */
+/* Columns of the shards: strings of numbers and digests first, then arrays. */
 enum {
     KIND,
     SHAPE,
     PART,
     VERSION,
     LAYER_COUNT,
+    DIGEST,
     SHARD_NUMBERS,
     NAME = SHARD_NUMBERS,
     SHARD_COLUMNS
@@ -657,6 +658,26 @@ static mls_code read_layer_count(reader *r, size_t *out)
                : code;
 }
 
+/* Read the next shard's digest, four numbers of 8 digits, if the index has that column.
+ */
+static mls_code read_digest(reader *r, mls_index_shard *shard)
+{
+    uint32_t halves[2 * MLS_DIGEST_LANES];
+    mls_code code = MLS_OK;
+    shard->has_digest = r->shards[DIGEST].rest.data != NULL;
+    if (!shard->has_digest) {
+        return MLS_OK;
+    }
+    for (int i = 0; code == MLS_OK && i < 2 * MLS_DIGEST_LANES; i++) {
+        code = mls_index_next_crc(&r->in, &r->shards[DIGEST], &halves[i]);
+    }
+    for (int lane = 0; code == MLS_OK && lane < MLS_DIGEST_LANES; lane++) {
+        shard->digest.lanes[lane] =
+            (uint64_t)halves[2 * lane] << 32 | halves[2 * lane + 1];
+    }
+    return code;
+}
+
 /* Read the next shard. The order matters: the layout is checked against the shape, the
  * bytes against both, and the number of checksums depends on the bytes. */
 static mls_code read_shard(reader *r, mls_index_shard *shard)
@@ -671,6 +692,7 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
                                       &shard->version)) != MLS_OK ||
         (code = next_size(r, &r->shards[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK ||
         (code = read_part(r, &shape, kind, shard, &elements)) != MLS_OK ||
+        (code = read_digest(r, shard)) != MLS_OK ||
         (code = read_layer_count(r, &count)) != MLS_OK) {
         return code;
     }
@@ -741,6 +763,7 @@ static mls_code open_shards(reader *r, mls_json_node object)
         [PART] = MLS_INDEX_MEMBER("part", MLS_JSON_STRING, true),
         [VERSION] = MLS_INDEX_MEMBER("version", MLS_JSON_STRING, true),
         [LAYER_COUNT] = MLS_INDEX_MEMBER("layer_count", MLS_JSON_STRING, false),
+        [DIGEST] = MLS_INDEX_MEMBER("digest", MLS_JSON_STRING, false),
         [NAME] = MLS_INDEX_MEMBER("name", MLS_JSON_ARRAY, true),
         [SHAPE] = MLS_INDEX_MEMBER("shape", MLS_JSON_STRING, true)};
     const mls_code code = mls_index_find_members(&r->in, object, m, SHARD_COLUMNS);

@@ -52,6 +52,15 @@ static void put_crcs(mls_json_writer *json, const uint32_t *crcs, size_t count)
     }
 }
 
+/* Append a digest: 32 hexadecimal digits, the first lane first. */
+static void put_digest(mls_json_writer *json, const mls_digest *digest)
+{
+    for (int lane = 0; lane < MLS_DIGEST_LANES; lane++) {
+        const uint64_t number = digest->lanes[lane];
+        put_crcs(json, (uint32_t[]){(uint32_t)(number >> 32), (uint32_t)number}, 2);
+    }
+}
+
 /* Append the dimensions, separated by commas: 4,6 */
 static void put_shape(mls_json_writer *json, const mls_index_shard *s)
 {
@@ -241,7 +250,8 @@ static void put_kinds(mls_json_writer *json, const mls_index *index,
 /* ---- tables: one line for each column ---- */
 
 /* The columns of the table of shards, then, from FILE_NUMBER on, those of the table of
- * layers. Columns from BLOCKS on may be omitted, and those from ROWS on are arrays. */
+ * layers. LAYER_COUNT, DIGEST and columns from BLOCKS on may be omitted, and those from
+ * ROWS on are arrays. */
 typedef enum table_column {
     NAME,
     KIND,
@@ -249,6 +259,7 @@ typedef enum table_column {
     PART,
     VERSION,
     LAYER_COUNT,
+    DIGEST,
     FILE_NUMBER,
     OFFSET,
     BYTES,
@@ -269,6 +280,7 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [PART] = {",\n\"part\":\"", ",", "\""},
     [VERSION] = {",\n\"version\":\"", ",", "\""},
     [LAYER_COUNT] = {",\n\"layer_count\":\"", ",", "\""},
+    [DIGEST] = {",\n\"digest\":\"", "", "\""},
     [FILE_NUMBER] = {"},\n\"layers\":{\n\"file\":\"", ",", "\""},
     [OFFSET] = {",\n\"offset\":\"", ",", "\""},
     [BYTES] = {",\n\"bytes\":\"", ",", "\""},
@@ -288,6 +300,8 @@ static bool row_has_value(table_column column, const mls_index_shard *s,
     switch (column) {
     case LAYER_COUNT:
         return mls_index_place_count(s) != 1;
+    case DIGEST:
+        return s->has_digest;
     case BLOCKS:
         return mls_safetensors_blocks(layer->bytes) > 1;
     case ROW:
@@ -314,6 +328,9 @@ static void put_value(mls_json_writer *json, table_column column,
     case SHAPE:
         put_shape(json, s);
         mls_json_writer_text(json, ";");
+        break;
+    case DIGEST:
+        put_digest(json, &s->digest);
         break;
     case CRC:
         put_crcs(json, &layer->crc, 1);
@@ -358,11 +375,11 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Return whether the index contains this column: LAYER_COUNT and those from BLOCKS on
- * only if some row has a value, the others always. */
+/* Return whether the index contains this column: LAYER_COUNT, DIGEST and those from
+ * BLOCKS on only if some row has a value, the others always. */
 static bool is_column_needed(table_column column, const mls_index *index)
 {
-    bool needed = column != LAYER_COUNT && column < BLOCKS;
+    bool needed = column != LAYER_COUNT && column != DIGEST && column < BLOCKS;
     for (size_t i = 0; !needed && i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
         for (size_t j = 0; !needed && j < count_rows(column, s); j++) {

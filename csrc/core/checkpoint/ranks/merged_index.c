@@ -210,3 +210,26 @@ size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id
         mls_tensor_id_compare(&merged->tensors[at].any_shard->id, id) == 0;
     return exists ? at : SIZE_MAX;
 }
+
+bool mls_merged_index_digest(const mls_merged_index *merged,
+                             const mls_merged_index_tensor *tensor, mls_digest *out)
+{
+    mls_digest sum = {{0}};
+    mls_status ignored; /* cannot fail: the index is valid */
+    size_t parts = 0;
+    (void)mls_layout_parts(&tensor->any_shard->layout, &parts, &ignored);
+    for (size_t i = 0; i < tensor->count; i++) {
+        const mls_index_shard *shard = merged->shards[tensor->from + i].shard;
+        if (!shard->has_digest) {
+            return false;
+        }
+        for (int lane = 0; lane < MLS_DIGEST_LANES; lane++) {
+            sum.lanes[lane] += shard->digest.lanes[lane];
+        }
+    }
+    if (tensor->count != parts) {
+        return false;
+    }
+    *out = sum;
+    return true;
+}

@@ -50,4 +50,9 @@ void mls_merged_index_fini(
  * there is none. */
 size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id);
 
+/* Set `*out` to the digest of a tensor, the sum of its parts' digests. Returns false, and
+ * leaves `*out` unchanged, unless all its parts are listed with a recorded digest. */
+bool mls_merged_index_digest(const mls_merged_index *merged,
+                             const mls_merged_index_tensor *tensor, mls_digest *out);
+
 #endif

@@ -201,10 +201,11 @@ static mls_destination buffer_destination(const sink *s)
 /* Copy `bytes` bytes of the item, from element `first` on, into the buffer; they are in
  * one block and fit. `*crc` is the block's checksum so far. Packed memory is copied and
  * checksummed in one pass; other memory is packed first, and checksummed while it is in
- * the cache. */
-static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
-                         uint32_t *crc)
+ * the cache. So is the digest, from the item's memory: it finds a wrong copy. */
+static void put_buffered(sink *s, const mls_planned *planned, size_t first, size_t bytes,
+                         uint32_t *crc, mls_digest *digest)
 {
+    const mls_shard_item *item = planned->item;
     unsigned char *to = s->buffer + s->used;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     const unsigned char *from =
@@ -213,6 +214,12 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
                       : mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
                                      to, from, bytes, buffer_destination(s));
+    if (planned->digested) {
+        const mls_digester digester = {.keys = s->w->job->digest_keys,
+                                       .cpu = s->w->job->kernels->cpu};
+        mls_digest_bytes(&digester, planned->digest_start + (uint64_t)first * size, from,
+                         bytes, digest);
+    }
     s->used += bytes;
 }
 
@@ -245,8 +252,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
                            size_t end)
 {
     const mls_planned *planned = &s->w->plan.planned[tensor->number];
-    const mls_shard_item *item = planned->item;
-    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    const size_t size = mls_dtype_of(planned->item->dtype)->item_bytes;
+    mls_digest digest = {{0}};
     const mls_layer *new_layer = planned->new_layer;
     /* a search, since a task may start anywhere */
     size_t range_number =
@@ -268,10 +275,15 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         const size_t room = buffer_room(s);
         step = step < room ? step : room;
         if (code == MLS_OK) {
-            put_buffered(s, item, first, step, crc);
+            put_buffered(s, planned, first, step, crc, &digest);
             start += step;
         }
     }
+    pthread_mutex_lock(&s->w->lock);
+    for (int lane = 0; lane < MLS_DIGEST_LANES; lane++) {
+        s->w->plan.index.shards[tensor->number].digest.lanes[lane] += digest.lanes[lane];
+    }
+    pthread_mutex_unlock(&s->w->lock);
     return code;
 }
 
@@ -883,6 +895,7 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
         (code = mls_write_plan_sparse(&w.plan, st)) == MLS_OK &&
         (code = mls_write_plan_compress(&w.plan, st)) == MLS_OK &&
         (code = mls_write_plan_assign_files(&w.plan, st)) == MLS_OK &&
+        (code = mls_write_plan_digest(&w.plan, st)) == MLS_OK &&
         (code = write_files(&w, st)) == MLS_OK &&
         (code = write_index(&w, &written, st)) == MLS_OK) {
         code = make_durable(&w, st);

@@ -51,12 +51,14 @@ typedef struct mls_shard_job {
     uint64_t rank, world_size;
     const mls_shard_item *items;
     size_t count;
-    const mls_index *before;  /* this rank's last committed index, or NULL */
-    uint64_t pack_below;      /* smaller shards share files */
-    bool sparse;              /* omit rows of zeros if that saves enough */
-    bool incremental;         /* if few rows of a shard changed, store only these */
-    bool compress;            /* compress shards that become smaller */
-    mls_codec codec;          /* for `compress` */
+    const mls_index *before; /* this rank's last committed index, or NULL */
+    uint64_t pack_below;     /* smaller shards share files */
+    bool sparse;             /* omit rows of zeros if that saves enough */
+    bool incremental;        /* if few rows of a shard changed, store only these */
+    bool compress;           /* compress shards that become smaller */
+    mls_codec codec;         /* for `compress` */
+    const mls_digest_keys
+        *digest_keys;         /* record the digest of each shard; NULL: do not */
     const mls_codecs *codecs; /* NULL: compressed shards count as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
@@ -83,6 +85,8 @@ typedef struct mls_shards_written {
 } mls_shards_written;
 
 /* Store all items, and the index that lists them.
+ * - `digest_keys`: digests are computed from the memory of the items, not from the copies
+ *   that are written.
  * - Unchanged shards are not written again: the new index references their old place. A
  *   shard is unchanged if its version equals the committed one, or, without a caller's
  *   version, if its bytes are equal. The version of a changed shard is the caller's, or

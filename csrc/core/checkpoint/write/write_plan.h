@@ -1,5 +1,5 @@
-/* write_plan: the plan of a save and its steps; write_unchanged.c, write_sparse.c,
- * write_compressed.c have one step each.
+/* write_plan: the plan of a save and its steps; write_digest.c, write_unchanged.c,
+ * write_sparse.c, write_compressed.c have one step each.
  *
  * A plan sorts the caller's items into index order and matches each item with its
  * committed shard. When the changes are known, it lists the new files and builds the new
@@ -29,6 +29,8 @@ typedef struct mls_planned {
     mls_layers *layers;   /* its layers after this save; NULL: plain. One allocation */
     mls_layer *new_layer; /* the layer that this save writes, the last one; or NULL */
     mls_compressed_frames *frames; /* of `new_layer`, or NULL; contains its `ends` */
+    bool digested;         /* the writer adds the digest of the bytes that it copies */
+    uint64_t digest_start; /* then: byte of the whole tensor at which the part begins */
 } mls_planned;
 
 /* A file to write. */
@@ -82,6 +84,10 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st);
  * after the functions above. Lengths and checksums of new files, and places in them, are
  * set later. MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st);
+
+/* If the job records digests, compute them, except those that the writer adds up
+ * (planned.digested). Call it after mls_write_plan_assign_files. MLS_E_MEMORY. */
+mls_code mls_write_plan_digest(mls_write_plan *plan, mls_status *st);
 
 /* Lay out a file: its header, its length, the places of its shards. Files are laid out
  * when they are written, because all headers together are twice as long as the index.

@@ -10,8 +10,11 @@ from ..._common.arguments import check_callback, check_flags, check_int
 from ..._common.local_path import refuse_same_path
 from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
+from .._checkpoint.checkpoint import Checkpoint
+from .._compare.digest import has_digests, require_equal_copy
 from .._folder.names import SECTIONS
 from .._options import PACK_BELOW, SaveOptions, complete_save_options
+from .._records import TensorRecord
 from .._save.commit import Commit
 from .._save.content import WRITER
 from .._save.shards import GatheredShards
@@ -20,7 +23,6 @@ from .._sections import STATES
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import Choice, open_source
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
-from .checkpoint import Checkpoint, TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -192,7 +194,8 @@ def reshard(
     Raises
     ------
     FormatError, ChecksumError
-        `source` is malformed or damaged: all of it is verified before anything is written.
+        `source` is malformed or damaged: all of it is verified before anything is written. Or the
+        new checkpoint has other bits than `source` (see Notes): do not use it.
     ValueError
         `layout` does not match `world_size`, or `target` is `source`.
     StoreError
@@ -204,7 +207,9 @@ def reshard(
     Tensors are read through memory-mapped files. Parts that span several places are assembled
     in memory, for one rank at a time. From a store, a rank's part is read into memory, after a
     verification that reads everything. If any tensor of the source is sparse, zeros are omitted
-    in the target too. The codec of the source also compresses the target.
+    in the target too. The codec of the source also compresses the target. If `source` was saved
+    with ``digest=True``, the target records digests too, is read again at the end, and is compared
+    with the digests of the source.
 
     With `overwrite`, the new checkpoint atomically replaces the newest one of `target`; then
     the older steps are deleted. If the process is killed in between, the older steps stay until
@@ -286,6 +291,7 @@ def reshard(
             "sparse": any(record.sparse_shards for record in records),
             "compress": next((record.codec for record in records if record.codec), None),
             "lock_timeout": lock_timeout,
+            "digest": has_digests(old),
         }
         saved = check_target(
             SaveFolder(new.path, replace_steps=overwrite, content=content),
@@ -293,4 +299,6 @@ def reshard(
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return Checkpoint(old.attempt(write))
+    written = Checkpoint(old.attempt(write))
+    require_equal_copy(old, new.path)
+    return written

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from .._common.arrays import is_cache
-from ..errors import FormatError
-from ..state._diff import StateDiff, join_diffs
-from ..state._diff import diff as diff_states
-from ..state._group_merge import match_groups
-from ..state._optimizer_state import OptimizerStateDict
-from ._states.containers import children
+from ..._common.arrays import is_cache
+from ...errors import FormatError
+from ...state._diff import StateDiff, join_diffs
+from ...state._diff import diff as diff_states
+from ...state._group_merge import match_groups
+from ...state._optimizer_state import OptimizerStateDict
+from .._states.containers import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from ._loaded_state import LoadedState
+    from .._loaded_state import LoadedState
 
     State: TypeAlias = Mapping[str, Any] | LoadedState | str | os.PathLike[str]
 
@@ -31,9 +31,9 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
 
     `storage_options`: used if the path is a URL.
     """
-    from ._load.load import load
-    from ._loaded_state import LoadedState
-    from ._store.open_path import is_url
+    from .._load.load import load
+    from .._loaded_state import LoadedState
+    from .._store.open_path import is_url
 
     if isinstance(value, str | os.PathLike):
         return load(value, storage_options=storage_options if is_url(value) else None)
@@ -54,7 +54,7 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
     A value of another kind, such as a text or an empty list, has an empty array.
     """
     if is_cache(value):
-        from ..kv._stored import cache_values
+        from ...kv._stored import cache_values
 
         value = cache_values(value)[1]
     items: Iterable[tuple[Any, Any]] = children(value) or ()
@@ -132,7 +132,7 @@ def _read_forms(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.get("$") == "tree" and "arrays" in value:
-        from ._states.tree import value_of_form
+        from .._states.tree import value_of_form
 
         with suppress(FormatError):
             return value_of_form(value, "param_groups")

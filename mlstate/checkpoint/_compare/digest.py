@@ -1,6 +1,7 @@
 """`mlstate.digest`: of states in memory, on one rank or all, and of every path that `load` takes.
 
-A path is read once, in batches of bounded memory; its bytes are verified as by a load.
+A path is read once, in batches of bounded memory; its bytes are verified as by a load. Tensors
+whose digests a save has recorded are not read.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._common.arrays import is_torch, refuse_given_away, refuse_unstorable
-from .._common.backend import backend_of, is_module, is_optimizer
-from .._common.set_module import set_module
-from .._sharding.backend import ShardBackend
-from ..collectives._consensus import agree
-from ..state._digest import (
+from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
+from ..._common.backend import backend_of, is_module, is_optimizer
+from ..._common.set_module import set_module
+from ..._common.text import shorten
+from ..._sharding.backend import ShardBackend
+from ...collectives._consensus import agree
+from ...errors import ChecksumError
+from ...state._digest import (
     Digest,
     Part,
     add_lanes,
@@ -23,19 +26,19 @@ from ..state._digest import (
     part_of,
     unpack_parts,
 )
-from ._diff import list_entries, name_entries, name_of_keys
-from ._diff_sources import Side
-from ._loaded_state import LoadedState
-from ._save.content import states_of
-from ._sources.open_source import open_source
+from .._loaded_state import LoadedState
+from .._save.content import states_of
+from .._sources.open_source import open_source
+from .diff import list_entries, name_entries, name_of_keys
+from .side import Side
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .._common.callback import CountedProgress, Progress
-    from ..collectives import ProcessGroup
-    from ._checkpoint.checkpoint import TensorRecord
-    from ._sources.protocol import Source
+    from ..._common.callback import CountedProgress, Progress
+    from ...collectives import ProcessGroup
+    from .._records import TensorRecord
+    from .._sources.protocol import Source
 
 _PREFIXES = ("", "optimizer.", "states.")  # of the names in a section
 PART_BYTES = 64 << 20  # read at a time, of a large tensor or of several
@@ -56,7 +59,8 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
         names to those, such as ``{"model": model, "optimizer": optimizer}``, whose names get the
         prefixes that they have in a checkpoint. DTensors and parts of FSDP1 count by their place in
         the whole tensor. Or a path or URL that `load` takes: its tensors are read once, in bounded
-        memory, and verified.
+        memory, and verified. A checkpoint that was saved with ``digest=True`` lists the digests of
+        its tensors, and these are not read: `verify` finds damage in their files.
     group : ProcessGroup, optional
         The ranks that have the parts of the tensors; all of them call this. They exchange the
         digests of their parts, not the elements. Default: this process has all.
@@ -98,11 +102,11 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     True
     """
     if group is None or group.world_size == 1:
-        return join_parts([parts_of(what, None)])
+        return join_parts([parts_of(what, None, recorded=True)])
     parts: dict[str, Part] = {}
     error = None
     try:
-        parts = parts_of(what, group)
+        parts = parts_of(what, group, recorded=True)
     except Exception as raised:
         error = raised
     agree(group, "digest", error)
@@ -116,19 +120,48 @@ def digest_of(source: Source, progress: CountedProgress) -> Digest:
     def read() -> Digest:
         side = Side(source, verify=True)
         with progress(side.total_bytes) as report:
-            return join_parts([dict(_stored_parts(side, 0, 1, report))])
+            return join_parts([dict(_stored_parts(side, 0, 1, report, recorded=True))])
 
     return source.attempt(read)
 
 
-def parts_of(what: Any, group: ProcessGroup | None) -> dict[str, Part]:
-    """Return the digests of this rank's parts by name; of a path, of its share of the tensors."""
+def has_digests(source: Source) -> bool:
+    """Return whether the save of a source has recorded digests."""
+    return bool(_recorded_parts(Side(source, verify=True)))
+
+
+def require_equal_copy(source: Source, path: str | os.PathLike[str]) -> None:
+    """Read a copy of a source at `path`, and compare it with the digests that the source lists.
+
+    Does nothing without them. Raises ChecksumError if a tensor that both have differs.
+    """
+    stored = source.attempt(lambda: _recorded_parts(Side(source, verify=True)))
+    if not stored:
+        return
+    copy = join_parts([parts_of(path, None)])
+    for name, entry in join_parts([stored]).items():
+        if copy.get(name, entry) != entry:
+            raise ChecksumError(
+                f"{os.fspath(path)}: {shorten(name, 80)!r} differs from {source.path}, whose save "
+                "recorded its digest: do not use this copy",
+                name=name,
+            )
+
+
+def parts_of(what: Any, group: ProcessGroup | None, *, recorded: bool = False) -> dict[str, Part]:
+    """Return the digests of this rank's parts by name; of a path, of its share of the tensors.
+
+    `recorded`: as for `_stored_parts`.
+    """
     rank, ranks = (0, 1) if group is None else (group.rank, group.world_size)
     if isinstance(what, str | os.PathLike):
         source = open_source(what)
-        return source.attempt(
-            lambda: dict(_stored_parts(Side(source, verify=True), rank, ranks, None))
-        )
+
+        def read() -> dict[str, Part]:
+            side = Side(source, verify=True)
+            return dict(_stored_parts(side, rank, ranks, None, recorded=recorded))
+
+        return source.attempt(read)
     return {name: part_of(array) for name, array in _live_entries(what, ranks).items()}
 
 
@@ -175,12 +208,32 @@ def _state_of(value: Any, module: Any, ranks: int) -> Any:
     return value
 
 
-def _stored_parts(
-    side: Side, rank: int, ranks: int, progress: Progress
-) -> Iterator[tuple[str, Part]]:
-    """Yield name and digest of each whole tensor of a path that is in a rank's share."""
+def _recorded_parts(side: Side) -> dict[str, Part]:
+    """Return the digests that the save of a path has recorded, by name."""
+    parts = {}
     for section in range(len(_PREFIXES)):
-        stored = [key for key in side.entries[section] if side.is_stored(section, key)]
+        for key, lanes in side.digests(section).items():
+            record: TensorRecord = side.entries[section][key]
+            box = (((0,) * len(record.shape), record.shape),)
+            parts[_stored_name(section, key)] = Part(record.dtype, record.shape, box, lanes)
+    return parts
+
+
+def _stored_parts(
+    side: Side, rank: int, ranks: int, progress: Progress, *, recorded: bool
+) -> Iterator[tuple[str, Part]]:
+    """Yield name and digest of each whole tensor of a path that is in a rank's share.
+
+    `recorded`: do not read tensors whose digests the save has recorded.
+    """
+    known = _recorded_parts(side) if recorded else {}
+    yield from known.items()
+    for section in range(len(_PREFIXES)):
+        stored = [
+            key
+            for key in side.entries[section]
+            if side.is_stored(section, key) and _stored_name(section, key) not in known
+        ]
         for batch in side.batches(section, stored[rank::ranks], PART_BYTES):
             if side.memory(section, batch[0]) > PART_BYTES:
                 parts = {batch[0]: _large_part(side, section, batch[0])}

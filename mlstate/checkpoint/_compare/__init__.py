@@ -1,0 +1,1 @@
+"""Comparing states: entries of any two, the digests of tensors, paths side by side."""
