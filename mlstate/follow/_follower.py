@@ -28,6 +28,7 @@ from .._common.changes import UndoLog
 from .._common.converted import converted_value
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
+from .._common.report import Table
 from .._common.staged_targets import tied_error
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
@@ -229,6 +230,12 @@ class Follower:
 
     def __repr__(self) -> str:
         return f"Follower({self.path!r}): step {self.version}"
+
+    def _repr_html_(self) -> str:
+        """Return the arrays as an HTML table for notebooks."""
+        arrays = self._state.arrays
+        rows = [(name, name_of(a.dtype), str(tuple(a.shape))) for name, a in arrays.items()]
+        return Table(repr(self), ["array", "dtype", "shape"], rows).html()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -21,6 +21,7 @@ from .._common.arrays import assign, copy_of, is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.converted import converted_value, float_name
 from .._common.dtypes import name_of, numpy_dtype
+from .._common.report import Table
 from .._common.scales import facts_of, refuse_codes
 from .._common.store_error import store_error
 from .._sharding.layout import Shard
@@ -169,6 +170,11 @@ class Publisher:
     def __repr__(self) -> str:
         step = self._versions[-1].step if self._versions else None
         return f"Publisher({self.path!r}): step {step}"
+
+    def _repr_html_(self) -> str:
+        """Return the versions of the lineage as an HTML table for notebooks."""
+        rows = [(f"{version.step}", version.kind) for version in self._versions]
+        return Table(repr(self), ["step", "kind"], rows).html()
 
     def publish(self, step: int, model: Any) -> str:
         """Publish the weights of a model as the version of a step.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.report import Table
 from ..._common.text import bytes_text, count_text, first_by_number, number_order
 from ..._sharding.layout import Layout
-from ...errors import FormatError, StoreError
+from ...errors import FormatError, MLStateError, StoreError, StoreNotFoundError
 from .._folder.names import SECTIONS
 from .._load.load import load
 from .._loaded_state import LoadedState
@@ -302,19 +302,31 @@ class Checkpoint:
         parts += [] if self.step is None else [f"step {self.step}"]
         return ", ".join([*parts, self.created])
 
+    def _shown(self) -> tuple[str, list[tuple[Any, ...]]]:
+        """Return the title and the rows to show; if the files are gone, the title says so."""
+        try:
+            rows = self._tensor_rows()
+            return self._title(rows), rows
+        except StoreNotFoundError:
+            problem = "deleted"
+        except MLStateError as error:
+            problem = f"cannot be read: {error}"
+        step = "" if self.step is None else f"step {self.step} "
+        return f"Checkpoint: {step}({problem}), {self.path}", []
+
     def __repr__(self) -> str:
-        rows = self._tensor_rows()
+        title, rows = self._shown()
         first: list[tuple[Any, ...]] = []
         for _, section in groupby(rows, itemgetter(0)):  # sections are in order
             first += first_by_number(section, itemgetter(1), _ROWS - len(first))  # by key
         records = map(TensorRecord._make, first)
-        return tensor_table(self._title(rows), records, len(rows)).text(_ROWS)
+        return tensor_table(title, records, len(rows)).text(_ROWS)
 
     def _repr_html_(self) -> str:
         from .._pages.html import checkpoint_html
 
-        rows = self._tensor_rows()
-        return checkpoint_html(self._title(rows), [*map(TensorRecord._make, rows)])
+        title, rows = self._shown()
+        return checkpoint_html(title, [*map(TensorRecord._make, rows)])
 
 
 def _count_parameters(rows: Iterable[tuple[Any, ...]]) -> int:
