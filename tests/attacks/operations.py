@@ -172,7 +172,6 @@ class Delete(Operation):
 
     name = "delete"
     folder = "ckpt"
-    may_go_on = True  # a step whose root cannot be read is left out
     errors: ClassVar = (errno.ENOENT,)
     harmless = SaveCheckpoint.harmless
 

@@ -17,6 +17,7 @@ from checkpoint_model import flip_shard, same
 from thread_team import run_in_threads
 
 import mlstate
+from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, Staging, plan_load, prune, save_async
 from mlstate.checkpoint._store.open_path import RootPath, open_files
 from mlstate.testing import run_ranks
@@ -533,6 +534,25 @@ def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
             restore()
     assert manager.steps() == []
     assert same(state(4), mlstate.load(manager.directory).model)
+
+
+def test_step_that_the_system_cannot_read_is_no_missing_step(manager, monkeypatch):
+    for step in (1, 2):
+        manager.save(step, {"w": np.full(2, step)})
+    folder = type(manager._checkpoints.folder)
+    read = folder.read
+
+    def failing_read(self, name, *rest):
+        if name.startswith("roots/00000001."):
+            raise store_error(OSError(errno.EIO, "input/output error"), "cannot read", name)
+        return read(self, name, *rest)
+
+    monkeypatch.setattr(folder, "read", failing_read)
+    for call in (manager.steps, manager.latest_step):
+        with pytest.raises(mlstate.StoreError) as caught:
+            call()
+        assert caught.value.errno == errno.EIO
+    assert manager.restore_latest().model["w"].tolist() == [2, 2]
 
 
 def test_unreadable_index_stops_deletion_but_not_saves(manager, tmp_path):

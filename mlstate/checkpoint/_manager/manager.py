@@ -265,11 +265,9 @@ class CheckpointManager:
 
     # -- existing steps
 
-    def _roots(
-        self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
-    ) -> Roots:
-        """Return the roots with their manifests, oldest first, except those that raise `unread`."""
-        return read_roots(self._checkpoints, unread, newest)
+    def _roots(self, newest: Manifest | None = None) -> Roots:
+        """Return the steps' roots with their manifests, oldest first, as `read_roots` does."""
+        return read_roots(self._checkpoints, newest)
 
     def steps(self) -> list[int]:
         """Return the existing steps, in the order of their saves.
@@ -636,7 +634,7 @@ class CheckpointManager:
         # with several ranks, only rank 0 checks files, when it deletes: reads must not multiply
         checks_files = group is None or group.world_size == 1
         with if_alone(group):
-            roots = [root for root in self._roots(FormatError) if root[1].step != step]
+            roots = [root for root in self._roots() if root[1].step != step]
             can_load = self._can_load if checks_files else self._is_undamaged
             count = count_old(roots, self.keep - 1, can_load)  # the new step is one of `keep`
             rules = self._rules.without_one()  # the new step may become one of the best
@@ -684,7 +682,7 @@ class CheckpointManager:
         `newest`: of the save just committed. Returns the manifests of the other roots by path.
         """
         # a root that cannot be read now because of an I/O error may be good, so it stays
-        old, retained = self._divide_roots(newest.generation, self._roots(FormatError, newest))
+        old, retained = self._divide_roots(newest.generation, self._roots(newest))
         self._checkpoints.delete_roots(old)
         return retained
 

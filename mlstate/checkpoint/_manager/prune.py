@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..._common.arguments import check_flags, check_int
 from ..._common.set_module import set_module
 from ..._common.text import bytes_text, count_text
-from ...errors import FormatError
 from .._folder.protocol import NoExclusion, exclusion_of
 from .._options import check_timeout
 from .._store.open_path import open_files
@@ -80,7 +79,7 @@ def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
         return []
     manager = CheckpointManager(files.path, keep=keep)
     newest = files.read_manifest().generation
-    old, _ = manager._divide_roots(newest, manager._roots(FormatError), is_new=False)
+    old, _ = manager._divide_roots(newest, manager._roots(), is_new=False)
     return old
 
 

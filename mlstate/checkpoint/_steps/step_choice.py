@@ -8,7 +8,7 @@ from ..._common.arguments import check_int
 from ..._common.log import log
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
-from ...errors import FormatError, MLStateError
+from ...errors import FormatError, StoreNotFoundError
 from .._folder.names import MANIFEST, Root
 from .retention import check_retention
 
@@ -25,15 +25,12 @@ def holds_other_checkpoint(files: CheckpointFiles) -> bool:
     return files.folder.exists(MANIFEST) and not files.list_roots()
 
 
-def read_roots(
-    files: CheckpointFiles,
-    unread: type[MLStateError] = MLStateError,
-    newest: Manifest | None = None,
-) -> Roots:
-    """Return the readable roots (files of steps) with their manifests, oldest first.
+def read_roots(files: CheckpointFiles, newest: Manifest | None = None) -> Roots:
+    """Return the roots (files of steps) with their manifests, oldest first.
 
-    If a step has several roots, only the newest counts. Errors of class `unread` skip a root; other
-    errors are raised. The root of `newest` is not read again.
+    If a step has several roots, only the newest counts. A root that is damaged, or was deleted
+    meanwhile, is left out; one that the system cannot read raises StoreError. The root of `newest`
+    is not read again.
     """
     roots_by_step: dict[int | None, tuple[Root, Manifest]] = {}
     roots = files.list_roots()
@@ -44,9 +41,10 @@ def read_roots(
                 manifest = newest
             else:
                 manifest = files.read_manifest(root.path)
-        except unread as error:
-            if isinstance(error, FormatError):
-                log("WARNING", "%s: a step is damaged: %s", files.path, error)
+        except StoreNotFoundError:
+            continue
+        except FormatError as error:
+            log("WARNING", "%s: a step is damaged: %s", files.path, error)
             continue
         roots_by_step.pop(manifest.step, None)  # the new one goes to the end: the order is of age
         roots_by_step[manifest.step] = (root, manifest)
