@@ -4,6 +4,7 @@ import copy
 import errno
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -748,5 +749,21 @@ def test_keywords_of_other_libraries_are_explained(tmp_path, name):
         manager.save_async(1, state(1), **{name: "200MB"})
     with pytest.raises(TypeError, match="did you mean 'max_staging_bytes'"):
         save_async(tmp_path / "new", state(1), **{name: "200MB"})
-    with pytest.raises(TypeError, match="did you mean 'cast'"):
-        mlstate.load(tmp_path / "run", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "remedy"),
+    [
+        (mlstate.load, "dtype", "did you mean 'cast'?"),
+        (mlstate.load, "map_location", "device= is where the tensors go, and into= has tensors"),
+        (mlstate.load, "weights_only", "nothing is unpickled, so leave it out"),
+        (mlstate.load, "ignore_missing", "pass strict=False"),
+        (mlstate.load, "template", "into= has the tensors to fill"),
+        (mlstate.save, "epoch", "pass metadata={'epoch': 3}"),
+        (mlstate.save, "val_loss", "pass metadata={'loss': 0.25}"),
+        (mlstate.save, "lr_scheduler", "pass states={'scheduler': scheduler}"),
+    ],
+)
+def test_keywords_of_other_libraries_have_a_remedy(function, name, remedy, tmp_path):
+    with pytest.raises(TypeError, match=re.escape(f"argument {name!r}; {remedy}")):
+        function(tmp_path / "run", **{name: 3})
