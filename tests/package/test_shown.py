@@ -62,7 +62,7 @@ OBJECTS = {
     "a plan": lambda: saved(plan_load),
     "a publisher": publisher,
     "a follower": follower,
-    "a prompt store": lambda: PromptStore("prompts", model="m"),
+    "prompts": lambda: PromptStore("prompts", model="m"),
 }
 
 
