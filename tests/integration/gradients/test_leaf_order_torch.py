@@ -1,9 +1,10 @@
-"""order="tree" of torch models: one digest of the weights on any number of ranks over gloo."""
+"""order="tree" of torch models: one digest of weights and moments on any ranks of any engine."""
 
 import contextlib
-import hashlib
+import functools
 
 import gloo_ranks
+import mpi_jobs
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +26,8 @@ from mlstate.testing import run_ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
-LEAVES, STEPS = 5, 3
+LEAVES, STEPS = 10, 3
+LIMIT_SECONDS = 200.0
 
 
 class Words(torch.nn.Module):
@@ -58,21 +60,27 @@ def loss_of(model, step, leaf):
     return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def digest_of(model):
-    texts = [parameter.detach().numpy().tobytes() for parameter in model.parameters()]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
+def digest_of(parameters, adam):
+    """The digest of whole weights and moments, by the names of `shards_of`."""
+    arrays = {name: parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        arrays[name + ".m"] = adam.state[parameter]["exp_avg"]
+        arrays[name + ".v"] = adam.state[parameter]["exp_avg_sq"]
+    return str(mlstate.digest(arrays))
 
 
 def adam_of(parameters):
     return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
-def with_an_accumulator():
-    """One process without ranks."""
+@functools.cache
+def with_an_accumulator(steps=STEPS):
+    """The digests after each step in one process without ranks."""
+    digests = []
     model, accumulator = Words(), GradientAccumulator(LEAVES, order="tree")
     parameters = dict(model.named_parameters())
     adam = adam_of(parameters.values())
-    for step in range(STEPS):
+    for step in range(steps):
         for leaf in range(LEAVES):
             model.zero_grad()
             loss_of(model, step, leaf).backward()
@@ -84,7 +92,8 @@ def with_an_accumulator():
             units[name].local_gradient = parameter.grad.view(-1)
         clip_grad_norm(units, 0.5, SingleGroup(), order="tree")
         adam.step()
-    return digest_of(model)
+        digests.append(digest_of(parameters, adam))
+    return digests
 
 
 def shards_of(units, parts, adam, group):
@@ -130,10 +139,11 @@ def with_shards(group, *, holds=False, steps=range(STEPS), path=None):
             part.grad = units[name].local_gradient
         adam.step()
         gather_weights(group, units, parts, parameters)
+    shards = shards_of(units, parts, adam, group)
     if path is not None:
-        mlstate.save(path, shards_of(units, parts, adam, group), group=group)
+        mlstate.save(path, shards, group=group)
     hook.close()
-    return digest_of(model)
+    return str(mlstate.digest(shards, group=group))
 
 
 def gather_weights(group, units, parts, parameters):
@@ -166,7 +176,7 @@ def with_full_gradients(group, *, wrapped=False):
         adam.step()
         adam.zero_grad()
     hook.close()
-    return digest_of(model)
+    return digest_of(dict(model.named_parameters()), adam)
 
 
 def all_ways(group):
@@ -180,23 +190,45 @@ def all_ways(group):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_weights_have_one_digest_over_gloo(world):
-    assert gloo_ranks.run(world, all_ways) == [{with_an_accumulator()}] * world
+    assert gloo_ranks.run(world, all_ways) == [{with_an_accumulator()[-1]}] * world
 
 
 def test_weights_have_one_digest_on_threads():
-    expected = with_an_accumulator()
     for world in (2, 4):
-        assert run_ranks(world, with_shards) == [expected] * world
+        assert run_ranks(world, with_shards) == [with_an_accumulator()[-1]] * world
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), (4, 1)], ids=str)
-def test_training_resumed_on_other_ranks_has_the_same_digest(worlds, tmp_path):
-    first, second = worlds
-    run_ranks(first, lambda group: with_shards(group, steps=[0], path=tmp_path / "c"))
-    resumed = run_ranks(
-        second, lambda group: with_shards(group, steps=range(1, STEPS), path=tmp_path / "c")
-    )
-    assert resumed == [with_an_accumulator()] * second
+def check_chain(chain, count, path, monkeypatch):
+    """Train `count` steps on each ranks of a chain, from the checkpoint of the ranks before.
+
+    `chain`: engines and numbers of ranks.
+    """
+    expected = with_an_accumulator(count * len(chain))
+    for number, (engine, world) in enumerate(chain):
+        steps = range(number * count, (number + 1) * count)
+        train = functools.partial(with_shards, steps=steps, path=path)
+        with monkeypatch.context() as context:
+            if engine in mpi_jobs.ENGINES:
+                mpi_jobs.put_in_path(context, engine)
+                engine = "mpi"
+            results = run_ranks(world, train, engine, timeout=LIMIT_SECONDS)
+        assert results == [expected[steps[-1]]] * world
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [[("threads", 2), ("gloo", 3)], [("threads", 4), ("threads", 1), ("threads", 8)]],
+    ids=str,
+)
+def test_training_resumed_on_other_ranks_has_the_same_digest(chain, tmp_path, monkeypatch):
+    check_chain(chain, 2, tmp_path / "c", monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["threads", "gloo", *mpi_jobs.ENGINES])
+def test_200_steps_on_ever_more_ranks_have_the_digest_of_one_process(engine, tmp_path, monkeypatch):
+    check_chain([(engine, n) for n in (1, 2, 3, 4, 8)], 40, tmp_path / "c", monkeypatch)
 
 
 def refuse_fsdp2(group):
