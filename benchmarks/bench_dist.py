@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from dist_rank import DTYPES, WORLD, Tensors, gradients_one_by_one, serve, shapes_of, size_text
+from dist_rank import (
+    DTYPES,
+    LEAVES,
+    WORLD,
+    Tensors,
+    gradients_one_by_one,
+    serve,
+    shapes_of,
+    size_text,
+)
 from from_tests import import_from_tests
 from harness import Run, main
 from processes import Processes
@@ -142,6 +151,24 @@ def reducing(run: Run) -> Iterator[Row]:
             )
 
 
+def stepping(run: Run) -> Iterator[Row]:
+    """Compare steps of several micro-batches, whose sum is in the order of ranks or a tree."""
+    engines = ["local", "gloo"]
+    for dtype in DTYPES:
+        with Jobs(run, engines, dtype) as jobs:
+            by_ranks = {f"{ENGINES[e]}: order='rank'": (e, "ours step") for e in engines}
+            in_tree = {f"{ENGINES[e]}: order='tree'": (e, "ours step, tree") for e in engines}
+            yield Row(
+                f"a step of {LEAVES} micro-batches: {size_text(run.quick, dtype)}",
+                jobs.ways(in_tree),
+                {},
+                jobs.ways(by_ranks),
+                [Bar(a, 1.15, b) for a, b in zip(in_tree, by_ranks, strict=True)],
+                base=next(iter(by_ranks)),
+                note="each micro-batch is reduce-scattered, and the parts of a rank are added up",
+            )
+
+
 # ---- micro-batches, in this process ----
 
 
@@ -215,7 +242,7 @@ if __name__ == "__main__":
         __doc__,
         "dist",
         "mlstate: gradients across ranks",
-        {"accumulator": accumulating, "reduce": reducing},
+        {"accumulator": accumulating, "reduce": reducing, "step": stepping},
         quick="a small model, two rounds",
         rounds=(5, 2),
     )

@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 BUCKET_BYTES = 25 << 20
 LIMIT_SECONDS = 60.0
+LEAVES = 8  # micro-batches of a rank in a step
 
 
 # ---- GPT-2 small as its 148 parameters ----
@@ -295,6 +296,32 @@ class OursHook(Ours):
         self.hook.close()
 
 
+class OursStep(Ours):
+    """A step of LEAVES micro-batches, each reduced by itself; the parts of a rank are added up."""
+
+    def __init__(self, rank: Rank, order: Literal["rank", "tree"] = "rank") -> None:
+        super().__init__(rank)
+        self.hook = FSDPBackwardHook(FSDP(rank.group, op="mean", order=order))
+        self.hook.use_units(self.units, accumulate=order == "rank")
+        self.is_tree = order == "tree"
+
+    def call(self) -> None:
+        for unit in self.units.values():  # as optimizers do
+            unit.local_gradient = None
+        for _ in range(LEAVES):
+            for name, gradient in reversed(self.rank.gradients.items()):
+                self.hook.add_gradient(name, gradient)
+            self.hook.finish()
+        if self.is_tree:
+            self.hook.finish_step()
+
+    def parts(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.hook.close()
+
+
 # ---- torch.distributed and MPI ----
 
 
@@ -363,6 +390,8 @@ WAYS: dict[str, Callable[[Rank], Reduction]] = {
     "ours": Ours,
     "ours each": partial(Ours, bucket_bytes=0),
     "ours hook": OursHook,
+    "ours step": OursStep,
+    "ours step, tree": partial(OursStep, order="tree"),
     "bucketed": Bucketed,
     "each": partial(Bucketed, bucket_bytes=0),
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,14 +22,14 @@ from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened_sum
 from ._sharding_unit import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from ._bucket import Entry
     from ._config import FSDP
     from ._reducer import Reducer
     from ._sharding_unit import FSDPShardingUnit
 
-_ALIGNMENT = 16  # of a part in a message (MLS_BUCKET_ALIGN)
+_SCRATCH = 8  # intermediate sums (MLS_SUM_SCRATCH)
 
 
 class SentLeaves(NamedTuple):
@@ -214,92 +214,212 @@ class LeafStep:
 
         It is a tensor if a gradient was one.
         """
-        if divisor != 1:
-            _core.reduce([total], total, "sum", divisor)
         tensor, result = self._tensors.get(unit.parameter_name, unit.like), total
+        is_rounded = total.dtype != numpy_dtype(dtype)
         if tensor is not None:
             result = tensor.new_empty(len(total), dtype=getattr(sys.modules["torch"], dtype))
-        elif total.dtype != numpy_dtype(dtype):
+        elif is_rounded:
             result = np.empty(len(total), numpy_dtype(dtype))
-        if result is not total:
+        if divisor != 1 or result is not total:
+            _core.reduce([total], total if is_rounded else result, "sum", divisor)
+        if is_rounded:
             _core.state_load({"": result}, {"": total}, True, True, False)
         return result.reshape(unit.local_shape)
 
 
 def add_leaves(
-    reducer: Reducer,
-    entries: Sequence[Entry],
-    handle: _core.Bucket,
-    sent: Sequence[SentLeaves],
-    sums: LeafSums,
+    reducer: Reducer, entries: Sequence[Entry], sent: Sequence[SentLeaves], sums: LeafSums
 ) -> None:
-    """Exchange the nodes of a prepared bucket, one of each rank at a time, and add them to `sums`.
+    """Exchange the nodes of a bucket, one of each rank at a time, and add them to `sums`.
 
     `sent`: the leaves of each rank. Sets `nonfinite` of each entry. Raises CollectiveError, on all
     ranks alike, for a leaf that was added before, or beyond `max_pending`.
     """
     for number in range(max(len(each.nodes) for each in sent)):
-        _add_round(reducer, entries, handle, sent, sums, number)
+        _add_round(reducer, entries, sent, sums, number)
 
 
 def _add_round(
     reducer: Reducer,
     entries: Sequence[Entry],
-    handle: _core.Bucket,
     sent: Sequence[SentLeaves],
     sums: LeafSums,
     number: int,
 ) -> None:
     """Exchange node `number` of each rank that has so many, and add them; as `add_leaves`."""
-    units, own_rank = [entry.unit for entry in entries], reducer.rank
-    are_gradients = all(each.are_gradients for each in sent)
-    dtypes = [(numpy_dtype if are_gradients else sum_dtype)(unit.dtype) for unit in units]
-    sources = [entry.source for entry in entries]
-    if not are_gradients:
-        own_nodes = sent[own_rank].nodes[number : number + 1]
-        sources = [_sum_to_send(entry, own_nodes) for entry in entries]
-        outputs = [np.empty(u.counts[own_rank], d) for u, d in zip(units, dtypes, strict=True)]
-        counts = [unit.counts for unit in units]
-        handle = reducer.new_handle(list(zip(sources, counts, outputs, strict=True)))
-    received = reducer.exchange(handle)
-
-    def parts_of(rank: int) -> dict[str, Any]:
-        """Return this rank's parts of the node that `rank` sent, by parameter name."""
-        if rank == own_rank:
-            parts = [_local_part(source, u) for source, u in zip(sources, units, strict=True)]
-        else:
-            parts = _split(received, units, dtypes, rank - (rank > own_rank))
-        absent = sent[rank].absent[number]
-        return {u.parameter_name: parts[i] for i, u in enumerate(units) if i not in absent}
-
     senders = [rank for rank, each in enumerate(sent) if number < len(each.nodes)]
-    nodes = sorted((sent[rank].nodes[number], rank) for rank in senders)
-    _add_nodes(sums, nodes, parts_of, entries, own_rank)
+    joined = _join(sums, [(sent[rank].nodes[number], rank) for rank in senders], reducer.rank)
+    are_gradients = all(each.are_gradients for each in sent)
+    own_nodes = sent[reducer.rank].nodes[number : number + 1]
+    orders: dict[frozenset[Any], SumOrder] = {}  # by ranks and nodes that lack a parameter
+    new: dict[Node, dict[str, Any]] = {
+        node: sums.nodes[node] if node == operand else {} for node, operand in joined.items()
+    }
+    segments, unused = [], []
+    for i, entry in enumerate(entries):
+        unit, name = entry.unit, entry.unit.parameter_name
+        absent = frozenset(
+            [rank for rank in senders if i in sent[rank].absent[number]]
+            + [node for node, arrays in sums.nodes.items() if name not in arrays]
+        )
+        is_wide = not are_gradients or numpy_dtype(unit.dtype) == sum_dtype(unit.dtype)
+        key = absent if is_wide else absent | {"narrow"}
+        order = orders.get(key)
+        if order is None:
+            order = orders[key] = SumOrder(joined, absent, reducer.world_size, is_wide=is_wide)
+        size = (unit.counts[reducer.rank],)
+        memories = tuple(
+            sums.take_memory(name, size, sum_dtype(unit.dtype))
+            if node is None
+            else sums.nodes[node][name]
+            for node in order.memories
+        )
+        source = entry.segment()[0] if are_gradients else _sum_to_send(entry, own_nodes)
+        segments.append((source, unit.counts, memories, order.codes))
+        for node, index in order.results.items():
+            new[node][name] = memories[index]
+        unused += [(name, m) for j, m in enumerate(memories) if j not in order.results.values()]
+    handle = reducer.new_handle(segments, is_packed=are_gradients)
+    partials = reducer.reduce_on_host(handle, f"leaves of {len(entries)} arrays")
+    sums.nodes = new
+    for name, memory in unused:
+        sums.keep_memory(name, memory)
+    for entry, (_, nonfinite) in zip(entries, partials, strict=True):
+        # a later leaf may begin a sum without them
+        entry.nonfinite = max(entry.nonfinite, nonfinite)
 
 
-def _add_nodes(
-    sums: LeafSums,
-    nodes: list[tuple[Node, int]],
-    parts_of: Callable[[int], dict[str, Any]],
-    entries: Sequence[Entry],
-    own_rank: int,
-) -> None:
-    """Add nodes to `sums`, neighbours in one pass; as `add_leaves`.
+def _join(sums: LeafSums, sent: Iterable[tuple[Node, int]], own_rank: int) -> dict[Node, Operand]:
+    """Return the nodes that `sums` has after it adds nodes, and how they are computed.
 
-    `nodes`: sorted, with the ranks that sent them. `parts_of` returns the arrays of a rank.
+    `sent`: nodes, and the ranks that send them. An unchanged node is its own operand. Raises
+    CollectiveError for a node that cannot be added; `sums` is unchanged.
     """
-    while nodes:
-        node, rank = nodes.pop(0)
-        neighbour = (node[0], node[1] | 1)
-        is_pair = nodes and nodes[0][0] == neighbour != node and neighbour not in sums
-        right = parts_of(nodes.pop(0)[1]) if is_pair else None
+    joined = LeafSums(sums.most_pending)
+    nodes: dict[Node, Any] = joined.nodes
+    nodes.update({node: node for node in sums.nodes})
+    for (level, position), rank in sorted(sent):
         try:
-            counts = sums.add(node, parts_of(rank), right)
+            joined.check((level, position))
         except ValueError as error:
             raise failed("backward pass", own_rank, f"rank {rank}: {error}") from None
-        for entry in entries:  # a later leaf may begin a sum without them
-            count = counts.get(entry.unit.parameter_name, 0)
-            entry.nonfinite = max(entry.nonfinite, count)
+        operand: Operand = rank
+        while (neighbour := nodes.pop((level, position ^ 1), None)) is not None:
+            operand, level, position = Pair(operand, neighbour), level + 1, position >> 1
+        nodes[level, position] = operand
+    return nodes
+
+
+@dataclass(frozen=True, eq=False)  # a tuple may be equal to a node
+class Pair:
+    """The sum of two operands."""
+
+    left: Operand
+    right: Operand
+
+
+Operand: TypeAlias = "int | Node | Pair"  # what a rank sends, a held node, or a sum
+
+
+class SumOrder:
+    """The order in which the core computes the sums of one parameter (`mls_sums`).
+
+    A node of the tree has two operands, whose order does not change the bits. So the core adds all
+    operands of one branch in one pass; only a second branch needs an intermediate sum.
+    """
+
+    def __init__(
+        self,
+        joined: Mapping[Node, Operand],
+        absent: frozenset[Any],
+        world_size: int,
+        *,
+        is_wide: bool,
+    ) -> None:
+        """Find the order for the nodes of `_join`.
+
+        `absent`: ranks and nodes without the parameter. `is_wide`: gradients and sums have the same
+        dtype; otherwise gradients are first added to one another.
+        """
+        self.memories: list[Node | None] = []  # arrays of held nodes; None: new ones
+        self.results: dict[Node, int] = {}  # by node: index in `memories`
+        self._codes: list[int] = []
+        self._world_size, self._is_wide = world_size, is_wide
+        for node, operand in joined.items():
+            rest = _without(operand, absent)
+            if rest is None or operand == node:
+                continue
+            held = list(_held_nodes(rest))
+            self.results[node] = len(self.memories)
+            self.memories += held or [None]
+            if rest not in held:
+                self._add(rest, self._number_of_memory(self.results[node]), 0)
+        if not self.memories:  # the core needs one
+            self.memories.append(None)
+        self.codes = tuple(self._codes)
+
+    def _number_of_memory(self, index: int) -> int:
+        return self._world_size + _SCRATCH + index
+
+    def _add(self, operand: Operand, target: int, scratch: int) -> None:
+        """Append the code of `operand`; intermediate sums from number `scratch` on are free."""
+        addends = self._narrow_gradients(operand) or self._addends(operand, scratch)
+        self._codes += [target, len(addends), *addends]
+
+    def _narrow_gradients(self, operand: Operand) -> list[int]:
+        """Return the numbers of an operand of one or two gradients narrower than sums, or []."""
+        operands = [operand.left, operand.right] if isinstance(operand, Pair) else [operand]
+        ranks = [each for each in operands if isinstance(each, int)]
+        return [] if self._is_wide or len(ranks) < len(operands) else ranks
+
+    def _addends(self, operand: Operand, scratch: int) -> list[int]:
+        """Return the numbers whose sum in this order is `operand`."""
+        if self._is_addend(operand):
+            return [self._number(operand)]
+        if not isinstance(operand, Pair) or self._narrow_gradients(operand):
+            return [self._intermediate(operand, scratch)]
+        first, last = operand.left, operand.right
+        if self._is_addend(first):
+            first, last = last, first
+        if self._is_addend(last):
+            return [*self._addends(first, scratch), self._number(last)]
+        number = self._intermediate(last, scratch)
+        return [*self._addends(first, scratch + 1), number]
+
+    def _intermediate(self, operand: Operand, scratch: int) -> int:
+        """Append the code of an intermediate sum, and return its number."""
+        number = self._world_size + scratch
+        if scratch >= _SCRATCH:  # more than 256 ranks
+            number = self._number_of_memory(len(self.memories))
+            self.memories.append(None)
+        self._add(operand, number, scratch + 1)
+        return number
+
+    def _is_addend(self, operand: Operand) -> bool:
+        return not isinstance(operand, Pair) and (self._is_wide or not isinstance(operand, int))
+
+    def _number(self, operand: Any) -> int:
+        """Return the number of a rank or a held node."""
+        if isinstance(operand, int):
+            return operand
+        return self._number_of_memory(self.memories.index(operand))
+
+
+def _without(operand: Operand, absent: frozenset[Any]) -> Operand | None:
+    """Return an operand without ranks and nodes that lack the parameter; None: all do."""
+    if not isinstance(operand, Pair):
+        return None if operand in absent else operand
+    left, right = _without(operand.left, absent), _without(operand.right, absent)
+    return right if left is None else left if right is None else Pair(left, right)
+
+
+def _held_nodes(operand: Operand) -> Iterator[Node]:
+    """Yield the held nodes of an operand."""
+    if isinstance(operand, Pair):
+        yield from _held_nodes(operand.left)
+        yield from _held_nodes(operand.right)
+    elif not isinstance(operand, int):
+        yield operand
 
 
 def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
@@ -311,22 +431,3 @@ def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
     if not isinstance(array, np.ndarray) or array.dtype != sum_dtype(unit.dtype):
         array, _ = widened_sum([array])
     return array.reshape(-1)
-
-
-def _local_part(source: Any, unit: FSDPShardingUnit) -> Any:
-    """Return the part of `source`, an array of this rank, that this rank keeps, flat."""
-    start = sum(unit.counts[: unit.shard_index])
-    return source.reshape(-1)[start : start + unit.counts[unit.shard_index]]
-
-
-def _split(
-    received: Any, units: Sequence[FSDPShardingUnit], dtypes: Sequence[Any], number: int
-) -> list[Any]:
-    """Return the parts in message `number` of those that this rank received, flat, as views."""
-    sizes = [u.counts[u.shard_index] * d.itemsize for u, d in zip(units, dtypes, strict=True)]
-    padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    starts = accumulate(padded[:-1], initial=number * sum(padded))
-    return [
-        received[start : start + size].view(dtype)
-        for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
-    ]

@@ -161,7 +161,8 @@ class LeafSums:
         for name in dict.fromkeys([name for batch in batches for name in batch]):
             if name not in sums:
                 addends = [batch[name] for batch in batches if name in batch]
-                memory = self._take_spare(name, addends[0])
+                like = addends[0]
+                memory = self.take_memory(name, tuple(like.shape), sum_dtype(dtype_name(like)))
                 new[name], counts[name] = widened_sum(addends, memory)
         common = {name: array for name, array in batches[0].items() if name in sums}
         counts |= self._accumulate(sums, common)
@@ -176,7 +177,7 @@ class LeafSums:
         common = {name: array for name, array in others.items() if name in sums}
         counts = self._accumulate(sums, common)
         for name, array in common.items():
-            self._spare.setdefault(name, []).append(array)
+            self.keep_memory(name, array)
         sums.update({name: array for name, array in others.items() if name not in common})
         return counts
 
@@ -189,11 +190,16 @@ class LeafSums:
         partials = _core.accumulate(names, targets, list(arrays.values()), 1.0, True)
         return dict(zip(names, [count for _, count in partials], strict=True))
 
-    def _take_spare(self, name: str, array: Any) -> Any:
-        """Return memory of an earlier sum that fits one of `array`, or None."""
+    def take_memory(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return an array for a sum: one of an earlier sum of the parameter, or a new one."""
         spare: list[Any] = self._spare.get(name) or [None]
-        like, expected = spare.pop(), (tuple(array.shape), sum_dtype(dtype_name(array)))
-        return like if like is not None and (like.shape, like.dtype) == expected else None
+        array = spare.pop()
+        is_usable = array is not None and (array.shape, array.dtype) == (shape, dtype)
+        return array if is_usable else np.empty(shape, dtype)
+
+    def keep_memory(self, name: str, array: Any) -> None:
+        """Keep an array, which nothing else refers to, for a later sum of the parameter."""
+        self._spare.setdefault(name, []).append(array)
 
     def missing(self, start: int = 0) -> str:
         """Return a text about the first missing leaves from `start` on, or "" if none is."""
@@ -246,7 +252,7 @@ class LeafSums:
         """Remove all leaves; their memory is kept for later ones."""
         for sums in self.nodes.values():
             for name, array in sums.items():
-                self._spare.setdefault(name, []).append(array)
+                self.keep_memory(name, array)
         self.nodes.clear()
 
 

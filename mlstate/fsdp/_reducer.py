@@ -323,9 +323,8 @@ class Session:
             if step is None:
                 self._reducer.sum_bucket(bucket, handle)
             else:
-                assert handle is not None
                 sent = [SentLeaves.unpack(header.leaves) for header in headers]
-                add_leaves(self._reducer, first, handle, sent, step.sums_of(first))
+                add_leaves(self._reducer, first, sent, step.sums_of(first))
             self._pending = [*self._pending, *bucket.entries]
             self._pending_terms = bucket.terms
             self._unused += [entry for entry in bucket.entries if entry.is_unused]
@@ -743,28 +742,34 @@ class Reducer:
         if handle is None:
             reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device
             partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
-        elif hasattr(self.group, "_reduce_bucket"):
-            text = f"{terms.op} of {len(entries)} arrays"
-            partials = self.group._reduce_bucket(handle, text, self.timeout)
         else:
-            partials = _core.bucket_reduce(handle, self.exchange(handle))
+            partials = self.reduce_on_host(handle, f"{terms.op} of {len(entries)} arrays")
         self._packed = None
         for entry, (_, nonfinite) in zip(entries, partials, strict=True):
             entry.nonfinite = nonfinite
 
-    def new_handle(self, segments: list[Any]) -> _core.Bucket:
-        """Return a handle of other arrays than the prepared ones of a bucket; see `_handle`."""
-        self._packed = None
+    def new_handle(self, segments: list[Any], *, is_packed: bool) -> _core.Bucket:
+        """Return a handle with other sums than the prepared ones of a bucket; see `_handle`.
+
+        `is_packed`: its arrays are those that may have been packed already.
+        """
+        if not is_packed:
+            self._packed = None
         return self._handle(segments, Terms())
 
-    def exchange(self, handle: _core.Bucket) -> Any:
-        """Exchange the messages of a prepared bucket; return the received ones, in rank order.
+    def reduce_on_host(self, handle: _core.Bucket, text: str) -> list[tuple[float, int]]:
+        """Reduce a bucket that the core can read, and return the norm partials of the sums.
 
-        The memory is reused. The messages may have been packed already, with the headers.
+        `text` describes it, and is equal on all ranks. The messages may have been packed already.
         """
+        if hasattr(self.group, "_reduce_bucket"):
+            partials: list[tuple[float, int]] = self.group._reduce_bucket(
+                handle, text, self.timeout
+            )
+            return partials
         self._exchange_parts(*self._packed or self.pack(handle))
         self._packed = None
-        return self._receive
+        return _core.bucket_reduce(handle, self._receive)
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its part of the packed message, and receive this rank's part from each.

@@ -172,8 +172,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sum the next elements of this rank's share from the slots of all ranks, in rank order,
- * into the outputs; this rank's elements come from its own array. Cannot fail. */
+/* Sum the next elements of this rank's share from the slots of all ranks into the
+ * outputs; this rank's elements come from its own array. Cannot fail. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -185,16 +185,14 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     share_range part;
     while (next_range(s, g->rank, &s->reader, &used, &part)) {
         mls_segment *segment = &s->segments[part.segment];
-        const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = rank == g->rank
                                 ? own_elements(s, &part)
                                 : mls_shm_slot(g, rank, step) +
                                       mls_shm_piece_of(g, rank, g->rank) + part.offset;
         }
-        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
-                       (unsigned char *)segment->out + part.start * item, part.length,
-                       destination, s->wants_norms ? &segment->norm_partial : NULL);
+        mls_segment_reduce(segment, g->kernels, sources, g->shape.world, part.start,
+                           part.length, destination, s->wants_norms);
     }
     return MLS_OK;
 }
@@ -255,9 +253,8 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = mls_shm_address(g, rank, step, i) + start;
         }
-        mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
-                       segment->out, segment->counts[g->rank], destination,
-                       s->wants_norms ? &segment->norm_partial : NULL);
+        mls_segment_reduce(segment, g->kernels, sources, g->shape.world, 0,
+                           segment->counts[g->rank], destination, s->wants_norms);
     }
     return MLS_OK;
 }

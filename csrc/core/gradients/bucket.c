@@ -58,6 +58,58 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
+/* Compute the sums of a segment, block by block, so that intermediate sums stay in the L1
+ * cache; arguments as for mls_segment_reduce. */
+static void reduce_in_blocks(mls_segment *s, const mls_kernels *kernels,
+                             const void *const *sources, size_t world, size_t start,
+                             size_t n, mls_destination destination, bool wants_norm)
+{
+    enum { BLOCK_BYTES = 8192 };
+    _Alignas(64) unsigned char scratch[MLS_SUM_SCRATCH][BLOCK_BYTES];
+    const mls_sums *sums = s->sums;
+    const size_t memories = world + MLS_SUM_SCRATCH, *const end = sums->codes + sums->length;
+    const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
+    const size_t out_item = mls_dtype_of(s->reduction.out_dtype)->item_bytes;
+    const bool is_single = sums->length > 0 && sums->codes + 2 + sums->codes[1] == end;
+    const size_t block = is_single ? n : BLOCK_BYTES / out_item;
+    for (size_t done = 0; done < n; done += block) {
+        for (const size_t *code = sums->codes; code < end; code += 2 + code[1]) {
+            unsigned char *at[1 + MLS_SUM_ADDENDS]; /* target and addends */
+            for (size_t i = 0; i <= code[1]; i++) {
+                const size_t number = code[i == 0 ? 0 : i + 1];
+                at[i] = number >= memories
+                            ? (unsigned char *)sums->memories[number - memories] +
+                                  (start + done) * out_item
+                        : number >= world ? scratch[number - world]
+                                          : (unsigned char *)(uintptr_t)sources[number] +
+                                                done * item;
+            }
+            mls_reduction r = s->reduction;
+            r.dtype = code[2] < world ? r.dtype : r.out_dtype;
+            const bool is_kept = code[0] >= memories;
+            mls_reduce_run(kernels, &r, (const void *const *)(at + 1), code[1], at[0],
+                           mls_size_least(n - done, block),
+                           is_kept ? destination : mls_cached(),
+                           is_kept && wants_norm ? &s->norm_partial : NULL);
+        }
+    }
+}
+
+/* Add the ranks in their order, or as `sums` say. */
+void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
+                        const void *const *sources, size_t world, size_t start, size_t n,
+                        mls_destination destination, bool wants_norm)
+{
+    if (s->sums != NULL) {
+        reduce_in_blocks(s, kernels, sources, world, start, n, destination, wants_norm);
+        return;
+    }
+    const size_t item = mls_dtype_of(s->reduction.out_dtype)->item_bytes;
+    mls_reduce_run(kernels, &s->reduction, sources, world,
+                   (unsigned char *)s->out + start * item, n, destination,
+                   wants_norm ? &s->norm_partial : NULL);
+}
+
 /* Set `*out` to the bytes that the part of rank `owner` of a segment takes in a message,
  * with padding to MLS_BUCKET_ALIGN; returns false on overflow. */
 static bool padded_bytes(const mls_segment *s, size_t owner, size_t *out)
@@ -191,8 +243,8 @@ void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
         for (size_t sender = 0; sender < b->world; sender++) {
             sources[sender] = source_of(b, i, sender, received, message_bytes, offset);
         }
-        mls_reduce_run(kernels, &s->reduction, sources, b->world, s->out,
-                       s->counts[b->rank], destination, &s->norm_partial);
+        mls_segment_reduce(s, kernels, sources, b->world, 0, s->counts[b->rank],
+                           destination, true);
         offset += part_bytes(s, b->rank);
     }
 }

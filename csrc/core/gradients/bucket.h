@@ -13,7 +13,23 @@
 #include "base/status.h"
 #include "gradients/reduce/reduce.h"
 
-enum { MLS_BUCKET_ALIGN = 16 };
+enum {
+    MLS_BUCKET_ALIGN = 16,
+    MLS_SUM_SCRATCH = 8, /* intermediate sums */
+    MLS_SUM_ADDENDS = 64 /* of one sum */
+};
+
+/* Sums in another order than that of ranks, such as a tree. Borrows both pointers.
+ * `codes` has, for each sum in turn: its target, the number of its addends (1 to
+ * MLS_SUM_ADDENDS), and the addends, which are added in this order. A number below the
+ * number of ranks is the part that this rank sent (only an addend), the next
+ * MLS_SUM_SCRATCH are intermediate sums, and the others are `memories`, which have this
+ * rank's elements. Except if their dtypes are equal, parts are not added to sums. */
+typedef struct mls_sums {
+    const size_t *codes;
+    size_t length; /* of `codes` */
+    void *const *memories;
+} mls_sums;
 
 /* One array of a bucket. Borrows all pointers. */
 typedef struct mls_segment {
@@ -22,7 +38,8 @@ typedef struct mls_segment {
     void *out; /* this rank's reduced part, in `reduction.out_dtype`; may be the rank's
                   part of `data` if the dtypes are equal */
     mls_reduction reduction;
-    mls_norm_partial norm_partial; /* of `out`, after the reduction */
+    const mls_sums *sums;          /* instead of `out`; NULL: ranks are added in order */
+    mls_norm_partial norm_partial; /* of `out` or the memories, after the reduction */
 } mls_segment;
 
 /* The segments of `world` ranks, as seen by `rank`. */
@@ -47,6 +64,13 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
 
 /* Returns the elements of the parts of the first `ranks` ranks of a checked segment. */
 size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
+
+/* Reduces `n` elements of a rank's part of a segment, from element `start` of the part on:
+ * `sources` has the addresses of the first one by rank, of `world` ranks. Adds to
+ * `norm_partial` if `wants_norm`. The destination is that of mls_reduce_run. */
+void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
+                        const void *const *sources, size_t world, size_t start, size_t n,
+                        mls_destination destination, bool wants_norm);
 
 /* Computes the bytes of the message to rank `owner`: its parts of all segments with their
  * padding. MLS_E_SIZE: overflow; `*out` is unchanged. */

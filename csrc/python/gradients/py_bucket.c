@@ -23,7 +23,7 @@
 /* A bucket, with references that keep its arrays alive. */
 typedef struct held_bucket {
     mls_bucket bucket;
-    PyObject **owners; /* strong: array and output of each segment */
+    PyObject **owners; /* strong: array and output (or memories) of each segment */
     size_t *counts;    /* counts of all segments */
 } held_bucket;
 
@@ -61,6 +61,9 @@ static void bucket_free(held_bucket *bucket)
     }
     for (size_t i = 0; bucket->owners != NULL && i < 2 * bucket->bucket.count; i++) {
         Py_DECREF(bucket->owners[i]);
+    }
+    for (size_t i = 0; i < bucket->bucket.count; i++) {
+        mls_free((void *)(uintptr_t)bucket->bucket.segments[i].sums);
     }
     mls_free(bucket->owners);
     mls_free(bucket->counts);
@@ -238,6 +241,83 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
     return fits > 0 ? 0 : -1;
 }
 
+/* Returns whether the codes of `sums` are as described in bucket.h, for `memories`
+ * memories. */
+static bool are_sums_valid(const mls_sums *sums, const mls_segment *s, size_t world,
+                           size_t memories)
+{
+    const size_t *const codes = sums->codes, end = world + MLS_SUM_SCRATCH + memories;
+    const bool is_mixed = s->reduction.dtype != s->reduction.out_dtype;
+    for (size_t i = 0; i < sums->length; i += 2 + codes[i + 1]) {
+        const size_t left = sums->length - i;
+        if (left < 3 || codes[i] < world || codes[i] >= end || codes[i + 1] == 0 ||
+            codes[i + 1] > MLS_SUM_ADDENDS || codes[i + 1] > left - 2) {
+            return false;
+        }
+        for (const size_t *addend = &codes[i + 2]; addend < &codes[i + 2 + codes[i + 1]];
+             addend++) {
+            const bool is_other_kind = (*addend < world) != (codes[i + 2] < world);
+            if (*addend >= end || (is_mixed && is_other_kind)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Sets the sums of segment `s`, whose array is `data`, from two tuples: the memories, at
+ * least one, and the codes. Sets the output's dtype. Returns -1 with an exception set. */
+static int take_sums(const mlspy_state *state, PyObject *memories, PyObject *codes,
+                     const mls_tensor *data, const mls_bucket *b, mls_segment *s)
+{
+    mls_status st;
+    if (!PyTuple_Check(memories) || PyTuple_GET_SIZE(memories) == 0 ||
+        !PyTuple_Check(codes)) {
+        return MLSPY_REFUSE(PyExc_TypeError, "sums have a tuple of memories and of codes");
+    }
+    const size_t count = (size_t)PyTuple_GET_SIZE(memories);
+    const size_t length = (size_t)PyTuple_GET_SIZE(codes);
+    mls_sums *sums = mls_alloc(1, sizeof *sums + (count + length) * sizeof(void *));
+    s->sums = sums; /* bucket_free frees it */
+    if (sums == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    void **const addresses = (void **)(sums + 1);
+    size_t *const numbers = (size_t *)(addresses + count);
+    *sums = (mls_sums){numbers, length, addresses};
+    for (size_t i = 0; i < count; i++) {
+        mlspy_view view;
+        PyObject *memory = PyTuple_GET_ITEM(memories, (Py_ssize_t)i);
+        if (view_packed(state, memory, "a memory", true /* writable */, &view) < 0) {
+            return -1;
+        }
+        const mls_code code =
+            mls_segment_check(data, &view.tensor, s->counts, b->world, b->rank, &st);
+        const bool fits = i == 0 || view.tensor.dtype == s->reduction.out_dtype;
+        addresses[i] = view.tensor.data;
+        s->reduction.out_dtype = view.tensor.dtype;
+        mlspy_view_release(&view);
+        if (mlspy_check(state, code, &st) < 0) {
+            return -1;
+        }
+        if (!fits) {
+            return MLSPY_REFUSE(PyExc_ValueError, "memories have different dtypes");
+        }
+    }
+    for (size_t i = 0; i < length; i++) {
+        int64_t number;
+        PyObject *item = PyTuple_GET_ITEM(codes, (Py_ssize_t)i);
+        if (mlspy_take_int64(state, item, "codes", &number) < 0) {
+            return -1;
+        }
+        numbers[i] = number < 0 ? SIZE_MAX : (size_t)number;
+    }
+    return are_sums_valid(sums, s, b->world, count)
+               ? 0
+               : MLSPY_REFUSE(PyExc_ValueError, "the codes are not those of sums");
+}
+
 /* Fills the next segment of a bucket from its tuple, and counts it. `reduction` has the
  * operation and the divisor; each segment sets the dtypes from its own arrays. Returns -1
  * with an exception set; the caller then frees the whole bucket. */
@@ -246,41 +326,45 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
 {
     mls_status st;
     mls_bucket *b = &bucket->bucket;
-    mlspy_view views[2];
+    mlspy_view array = {0}, output = {0};
     size_t *counts = &bucket->counts[b->world * b->count];
-    if (!PyTuple_Check(tuple) ||
-        (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
+    const Py_ssize_t length = PyTuple_Check(tuple) ? PyTuple_GET_SIZE(tuple) : 0;
+    if (length < 3 || length > 5) {
         return MLSPY_REFUSE(PyExc_TypeError,
-                            "a segment is a tuple (array, counts, out) or "
-                            "(array, counts, out, dtype, shape)");
+                            "a segment is a tuple (array, counts, out), (array, counts, "
+                            "memories, codes) or (array, counts, out, dtype, shape)");
     }
+    const bool has_sums = length == 4;
     if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false /* read-only */,
-                    &views[0]) < 0) {
+                    &array) < 0) {
         return -1;
     }
-    if (view_output(state, tuple, &views[1]) < 0) {
-        mlspy_view_release(&views[0]);
+    if (!has_sums && view_output(state, tuple, &output) < 0) {
+        mlspy_view_release(&array);
         return -1;
     }
-    bucket->owners[2 * b->count] = views[0].owner;
-    bucket->owners[2 * b->count + 1] = views[1].owner;
-    b->count++; /* from here on bucket_free drops the owners */
+    bucket->owners[2 * b->count] = array.owner;
+    bucket->owners[2 * b->count + 1] =
+        has_sums ? Py_NewRef(PyTuple_GET_ITEM(tuple, 2)) : output.owner;
+    mls_segment *s = &b->segments[b->count++]; /* now bucket_free drops the owners */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
     }
-    reduction.dtype = views[0].tensor.dtype;
-    reduction.out_dtype = views[1].tensor.dtype;
-    mls_code code = mls_segment_check(&views[0].tensor, &views[1].tensor, counts,
-                                      b->world, b->rank, &st);
-    code = code == MLS_OK ? mls_reduce_check(&reduction, &st) : code;
-    if (mlspy_check(state, code, &st) < 0) {
+    reduction.dtype = array.tensor.dtype;
+    reduction.out_dtype = output.tensor.dtype;
+    *s = (mls_segment){.data = array.tensor.data,
+                       .counts = counts,
+                       .out = output.tensor.data,
+                       .reduction = reduction};
+    if (has_sums && take_sums(state, PyTuple_GET_ITEM(tuple, 2),
+                              PyTuple_GET_ITEM(tuple, 3), &array.tensor, b, s) < 0) {
         return -1;
     }
-    b->segments[b->count - 1] = (mls_segment){.data = views[0].tensor.data,
-                                              .counts = counts,
-                                              .out = views[1].tensor.data,
-                                              .reduction = reduction};
-    return 0;
+    mls_code code = has_sums ? MLS_OK
+                             : mls_segment_check(&array.tensor, &output.tensor,
+                                                 counts, b->world, b->rank, &st);
+    code = code == MLS_OK ? mls_reduce_check(&s->reduction, &st) : code;
+    return mlspy_check(state, code, &st);
 }
 
 /* The highest end of the ranges so far, the segment that owns it, and the highest end of
@@ -327,8 +411,10 @@ static int check_segments_apart(const mls_bucket *b)
         }
         const uintptr_t data = (uintptr_t)s->data, out = (uintptr_t)s->out;
         const size_t bytes = total * mls_dtype_of(s->reduction.dtype)->item_bytes;
-        const size_t out_bytes =
-            s->counts[b->rank] * mls_dtype_of(s->reduction.out_dtype)->item_bytes;
+        const size_t out_bytes = /* memories of sums are not compared */
+            s->sums != NULL ? 0
+                            : s->counts[b->rank] *
+                                  mls_dtype_of(s->reduction.out_dtype)->item_bytes;
         if (bytes > 0) {
             ranges[used++] = (mls_address_range){data, data + bytes, i, false /* read */};
         }
@@ -360,10 +446,12 @@ static int check_segments_apart(const mls_bucket *b)
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
  * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
- * out) or (array, counts, out, dtype, shape): `counts` has the number of elements of
+ * out), (array, counts, out, dtype, shape) or (array, counts, memories, codes): `counts` has the number of elements of
  * each rank's part of the array, and `out` receives this rank's part, reduced and
  * divided: `op` is "sum", "min" or "max", and the result is divided by `divisor`. With
  * `dtype` and `shape`, `out` must have them; without, any dtype that reductions support.
+ * `memories` (a tuple of arrays, which overlap no other array) and `codes` (a tuple of
+ * ints) are sums in another order, as in mls_sums.
  * ValueError: an output shares memory with another segment. The capsule holds its own
  * references to the arrays.
  */
