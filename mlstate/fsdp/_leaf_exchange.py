@@ -18,7 +18,7 @@ from .. import _core
 from .._common.arrays import is_torch
 from ..collectives._arguments import failed
 from ._gradient_ops import on_host
-from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened_sum
+from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened
 from ._sharding_unit import numpy_dtype
 
 if TYPE_CHECKING:
@@ -251,7 +251,8 @@ def _add_round(
     joined = _join(sums, [(sent[rank].nodes[number], rank) for rank in senders], reducer.rank)
     are_gradients = all(each.are_gradients for each in sent)
     own_nodes = sent[reducer.rank].nodes[number : number + 1]
-    orders: dict[frozenset[Any], SumOrder] = {}  # by ranks and nodes that lack a parameter
+    # by ranks and nodes that lack a parameter, and whether its gradients are as wide as sums
+    orders: dict[tuple[frozenset[Any], bool], SumOrder] = {}
     new: dict[Node, dict[str, Any]] = {
         node: sums.nodes[node] if node == operand else {} for node, operand in joined.items()
     }
@@ -263,16 +264,18 @@ def _add_round(
             + [node for node, arrays in sums.nodes.items() if name not in arrays]
         )
         is_wide = not are_gradients or numpy_dtype(unit.dtype) == sum_dtype(unit.dtype)
-        key = absent if is_wide else absent | {"narrow"}
-        order = orders.get(key)
+        order = orders.get((absent, is_wide))
         if order is None:
-            order = orders[key] = SumOrder(joined, absent, reducer.world_size, is_wide=is_wide)
+            order = SumOrder(joined, absent, reducer.world_size, is_wide=is_wide)
+            orders[absent, is_wide] = order
         size = (unit.counts[reducer.rank],)
         memories = tuple(
-            sums.take_memory(name, size, sum_dtype(unit.dtype))
-            if node is None
-            else sums.nodes[node][name]
-            for node in order.memories
+            [
+                sums.nodes[node][name]
+                if node is not None
+                else sums.take_memory(name, size, sum_dtype(unit.dtype))
+                for node in order.memories
+            ]
         )
         source = entry.segment()[0] if are_gradients else _sum_to_send(entry, own_nodes)
         segments.append((source, unit.counts, memories, order.codes))
@@ -429,5 +432,5 @@ def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:
     if array is None:
         return np.zeros(sum(unit.counts), sum_dtype(unit.dtype))
     if not isinstance(array, np.ndarray) or array.dtype != sum_dtype(unit.dtype):
-        array, _ = widened_sum([array])
+        array, _ = widened(array)
     return array.reshape(-1)

@@ -77,15 +77,15 @@ def sum_dtype(name: str) -> Any:
     return np.dtype("float32" if name in NARROW_FLOATS else name)
 
 
-def widened_sum(arrays: Sequence[Any], memory: Any = None) -> tuple[Any, int]:
-    """Return the sum of one or two gradients in the dtype of sums, and its non-finite elements.
+def widened(array: Any, memory: Any = None) -> tuple[Any, int]:
+    """Return a copy of a gradient in the dtype of sums, and its number of non-finite elements.
 
-    `memory`: NumPy array for the sum; None: new memory.
+    `memory`: NumPy array for the copy; None: new memory.
     """
-    total = memory
-    if total is None:
-        total = np.empty(tuple(arrays[0].shape), sum_dtype(dtype_name(arrays[0])))
-    return total, _core.reduce([packed(array) for array in arrays], total, "sum", 1.0)[1]
+    copy = memory
+    if copy is None:
+        copy = np.empty(tuple(array.shape), sum_dtype(dtype_name(array)))
+    return copy, _core.reduce([packed(array)], copy, "sum", 1.0)[1]
 
 
 class LeafSums:
@@ -125,24 +125,17 @@ class LeafSums:
                 "larger max_pending"
             )
 
-    def add(
-        self, node: Node, arrays: Mapping[str, Any], right: Mapping[str, Any] | None = None
-    ) -> dict[str, int]:
+    def add(self, node: Node, arrays: Mapping[str, Any]) -> dict[str, int]:
         """Add a node that this set lacks; return the number of non-finite elements of new sums.
 
-        `arrays`: packed or not, by parameter name; they are only read. `right`: arrays of the node
-        at the next position, if `node` is a left one: both are added in one pass over memory.
-        Raises as `check`, and CompatibilityError if an array does not fit the sums; nothing is
-        added then.
+        `arrays`: packed or not, by parameter name; they are only read. Raises as `check`, and
+        CompatibilityError if an array does not fit the sums; nothing is added then.
         """
         self.check(node)
         level, position = node
-        neighbour = self.nodes.get((level, position ^ 1)) if right is None else None
-        sums = {} if neighbour is None else neighbour
-        counts = self._add_arrays(sums, [arrays] if right is None else [arrays, right])
-        if neighbour is not None:
-            del self.nodes[level, position ^ 1]
-        if sums is neighbour or right is not None:
+        sums = self.nodes.get((level, position ^ 1), {})
+        counts = self._add_arrays(sums, arrays)
+        if self.nodes.pop((level, position ^ 1), None) is not None:
             level, position = level + 1, position >> 1
         while (neighbour := self.nodes.pop((level, position ^ 1), None)) is not None:
             counts |= self._merge(neighbour, sums)
@@ -150,21 +143,17 @@ class LeafSums:
         self.nodes[level, position] = sums
         return counts
 
-    def _add_arrays(
-        self, sums: dict[str, Any], batches: Sequence[Mapping[str, Any]]
-    ) -> dict[str, int]:
-        """Add arrays of one node to `sums`, or of two to an empty one; they are only read.
+    def _add_arrays(self, sums: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, int]:
+        """Add arrays to `sums`; they are only read.
 
         Returns the number of non-finite elements of the sums by name.
         """
         counts, new = {}, {}
-        for name in dict.fromkeys([name for batch in batches for name in batch]):
+        for name, array in arrays.items():
             if name not in sums:
-                addends = [batch[name] for batch in batches if name in batch]
-                like = addends[0]
-                memory = self.take_memory(name, tuple(like.shape), sum_dtype(dtype_name(like)))
-                new[name], counts[name] = widened_sum(addends, memory)
-        common = {name: array for name, array in batches[0].items() if name in sums}
+                memory = self.take_memory(name, tuple(array.shape), sum_dtype(dtype_name(array)))
+                new[name], counts[name] = widened(array, memory)
+        common = {name: array for name, array in arrays.items() if name in sums}
         counts |= self._accumulate(sums, common)
         sums.update(new)
         return counts

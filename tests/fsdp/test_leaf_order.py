@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from itertools import pairwise
 from math import ceil, log2
 
+import mpi_jobs
 import numpy as np
 import pytest
 from gradient_model import NARROW, gradient_of, units_of
@@ -23,6 +24,7 @@ from mlstate.fsdp import (
     ReduceScatterOperation,
     clip_grad_norm,
 )
+from mlstate.fsdp._leaf_exchange import SumOrder, _join
 from mlstate.fsdp._leaf_order import LeafSums, squares_root, subtrees
 from mlstate.testing import run_ranks
 
@@ -252,6 +254,35 @@ def test_fewer_leaves_than_ranks_and_odd_numbers(count):
         assert run_ranks(world, lambda g, way=way: train(g, way, count=count)) == [expected] * world
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 64, 600])
+def test_the_core_adds_what_ranks_send_in_the_plain_tree(world, dtype):
+    """Rank 0 of many has all elements; some leaves have no gradient."""
+    size, sums, leaves = 2056, LeafSums(1000), []
+    random = np.random.default_rng(world)
+    for number in range(3):
+        sent = random.standard_normal((world, size), np.float32).astype(dtype)
+        lacks = random.random(world) < 0.2
+        lacks[0] = False
+        leaves += [None if lack else wide(leaf) for leaf, lack in zip(sent, lacks, strict=True)]
+        joined = _join(sums, [((0, number * world + rank), rank) for rank in range(world)], 0)
+        absent = {*np.flatnonzero(lacks).tolist(), *(n for n, a in sums.nodes.items() if not a)}
+        order = SumOrder(joined, frozenset(absent), world, is_wide=dtype == "float32")
+        memories = [np.empty(size, np.float32) if n is None else n for n in order.memories]
+        memories = tuple(sums.nodes[m]["w"] if isinstance(m, tuple) else m for m in memories)
+        segment = sent[0], (size, *[0] * (world - 1)), memories, order.codes
+        _core.bucket_reduce(
+            _core.bucket([segment], world, 0, "sum", 1.0), sent[1:].reshape(-1).view(np.uint8)
+        )
+        sums.nodes = {
+            node: sums.nodes[node] if node == operand else {}
+            for node, operand in joined.items()
+        }
+        for node, index in order.results.items():
+            sums.nodes[node]["w"] = memories[index]
+    assert sums.take_total()[0]["w"].tobytes() == tree(leaves).tobytes()
+
+
 def test_shared_steps_of_a_hook_end_without_leaves():
     def step(group):
         unit = FSDPShardingUnit("w", (3,), "float32", group.rank)
@@ -286,37 +317,48 @@ def test_sums_divide_and_round_once():
 # ---- errors, the same on every rank ----
 
 
+def error_of(group, change, **settings):
+    """The error of a rank in a step with an error, after which a step works again."""
+    unit = FSDPShardingUnit("w", (6,), "float32", group.rank)
+    fsdp = FSDP(group, order="tree", **settings)
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units({"w": unit})
+
+    def leaf(index, value=1.0):
+        with hook.leaf(index):
+            hook.add_gradient("w", np.full(6, value, np.float32))
+            hook.finish()
+
+    with pytest.raises(CollectiveError) as caught:
+        change(hook, leaf, group.rank)
+        hook.finish_step()
+    assert unit.local_gradient is None
+    leaf(group.rank)
+    assert hook.finish_step() == group.world_size
+    assert set(unit.local_gradient) <= {float(group.world_size)}
+    return str(caught.value).replace(f"rank {group.rank}: ", "here: ", 1)
+
+
 def errors_of(change, world=3, **settings):
-    """The error of each rank in a step with an error, after which a step works again."""
-
-    def step(group):
-        unit = FSDPShardingUnit("w", (6,), "float32", group.rank)
-        fsdp = FSDP(group, order="tree", **settings)
-        hook = FSDPBackwardHook(fsdp)
-        hook.use_units({"w": unit})
-
-        def leaf(index, value=1.0):
-            with hook.leaf(index):
-                hook.add_gradient("w", np.full(6, value, np.float32))
-                hook.finish()
-
-        with pytest.raises(CollectiveError) as caught:
-            change(hook, leaf, group.rank)
-            hook.finish_step()
-        assert unit.local_gradient is None
-        leaf(group.rank)
-        assert hook.finish_step() == world
-        assert set(unit.local_gradient) <= {float(world)}
-        return str(caught.value).replace(f"rank {group.rank}: ", "here: ", 1)
-
-    texts = set(run_ranks(world, step, timeout=20))
+    texts = set(run_ranks(world, lambda group: error_of(group, change, **settings), timeout=20))
     assert len(texts) == 1, texts
     return texts.pop()
 
 
+def add_leaf_1_twice(hook, leaf, rank):
+    leaf(min(rank, 1))
+
+
+def leave_leaf_2_out(hook, leaf, rank):
+    leaf(rank + 3 * (rank == 2))
+
+
+def add_not_a_number(hook, leaf, rank):
+    leaf(rank, np.nan if rank == 1 else 1)
+
+
 def test_an_index_that_comes_twice_is_named():
-    text = errors_of(lambda hook, leaf, rank: leaf(min(rank, 1)))
-    assert text == (
+    assert errors_of(add_leaf_1_twice) == (
         "backward pass on here: rank 2: leaf 1 was added before; every micro-batch of a step has "
         "another index"
     )
@@ -332,7 +374,7 @@ def test_an_index_that_comes_twice_in_no_sync_is_named():
 
 
 def test_a_missing_index_is_named():
-    text = errors_of(lambda hook, leaf, rank: leaf(rank + 3 * (rank == 2)))
+    text = errors_of(leave_leaf_2_out)
     assert text == "finish_step on here: leaf 2 is missing, and all to 4, and leaf 5 was added"
 
 
@@ -352,7 +394,7 @@ def test_indices_that_hold_too_many_sums_are_refused():
 
 
 def test_elements_that_are_not_finite_are_named():
-    text = errors_of(lambda hook, leaf, rank: leaf(rank, np.nan if rank == 1 else 1))
+    text = errors_of(add_not_a_number)
     assert "'w': NaN or infinite elements (rank 1: 6)" in text
 
     def overflow(hook, leaf, rank):
@@ -371,16 +413,42 @@ def test_a_missing_gradient_is_named_unless_it_is_allowed():
     assert "'w': rank 1: the backward pass gave no gradient" in errors_of(forgotten)
 
 
-def test_a_rank_with_another_order_is_named():
-    def step(group):
-        hook = FSDPBackwardHook(FSDP(group, order="rank" if group.rank == 1 else "tree"))
-        hook.use_units({"w": FSDPShardingUnit("w", (2,), "float32", group.rank)})
-        hook.add_gradient("w", np.ones(2, np.float32))
-        with pytest.raises(CollectiveError, match="settings of FSDP differ between ranks") as e:
-            hook.finish()
-        return "(ranks 0, 2: order=tree; rank 1: order=rank)" in str(e.value)
+def error_of_another_order(group):
+    """The error of ranks 0 to 2 if rank 1 adds in another order."""
+    hook = FSDPBackwardHook(FSDP(group, order="rank" if group.rank == 1 else "tree"))
+    hook.use_units({"w": FSDPShardingUnit("w", (2,), "float32", group.rank)})
+    hook.add_gradient("w", np.ones(2, np.float32))
+    with pytest.raises(CollectiveError, match="settings of FSDP differ between ranks") as caught:
+        hook.finish()
+    return str(caught.value)
 
-    assert run_ranks(3, step) == [True] * 3
+
+def test_a_rank_with_another_order_is_named():
+    for text in run_ranks(3, error_of_another_order):
+        assert "(ranks 0, 2: order=tree; rank 1: order=rank)" in text
+
+
+def results_of(group):
+    """Digests and errors."""
+    faults = [add_leaf_1_twice, leave_leaf_2_out, add_not_a_number]
+    return [
+        *[train(group, way) for way in ("leaf by leaf", "in reverse", "held")],
+        *[error_of(group, fault) for fault in faults],
+        error_of_another_order(group),
+    ]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [*mpi_jobs.ENGINES, pytest.param("gloo", marks=pytest.mark.long)],  # it imports torch anew
+)
+def test_processes_have_the_digests_and_errors_of_threads(engine, monkeypatch):
+    if engine == "gloo":
+        pytest.importorskip("torch", reason="connects the ranks")
+    else:
+        mpi_jobs.put_in_path(monkeypatch, engine)
+        engine = "mpi"
+    assert run_ranks(3, results_of, engine, timeout=100) == run_ranks(3, results_of)
 
 
 def test_calls_that_reduce_at_once_are_refused():

@@ -55,6 +55,8 @@ def reductions(_):
         lambda: _core.bucket_fits(a[1:], "float32", (100,), True),
         lambda: _core.bucket([(a, (100,), np.empty_like(a))], 1, 0, "sum", 1.0),
         lambda: _core.bucket([(a, (100,), b, "float32", (100,))], 1, 0, "sum", 1.0),
+        lambda: _core.bucket([(a, (100,), (np.empty_like(a),), (9, 1, 0))], 1, 0, "sum", 1.0),
+        raises(ValueError, _core.bucket, [(a, (100,), (b,), (9,))], 1, 0, "sum", 1.0),
         raises(ValueError, _core.bucket, [(a, (100,), b[::2])], 1, 0, "sum", 1.0),
         raises(ValueError, _core.bucket, [(a, (100,), b, "float32", (99,))], 1, 0, "sum", 1.0),
         raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),

@@ -126,3 +126,34 @@ TEST(message_sizes_sum_to_the_bucket)
     CHECK(mls_bucket_received_bytes(&r.bucket, &received, &status) == MLS_OK);
     CHECK(received == 2 * (16 + 16));
 }
+
+TEST(sums_are_computed_in_the_order_of_their_codes)
+{
+    enum { WORLD_4 = 4, ITEMS = 3000, MEMORY = WORLD_4 + MLS_SUM_SCRATCH };
+    static float parts[WORLD_4][ITEMS], held[ITEMS], expected[ITEMS];
+    static const size_t counts[WORLD_4] = {ITEMS, ITEMS, ITEMS, ITEMS};
+    /* (0 + 1), then (2 + 3) + that + the memory */
+    static const size_t codes[] = {WORLD_4, 2, 0, 1, MEMORY, 4, 2, 3, WORLD_4, MEMORY};
+    const void *sources[WORLD_4];
+    void *const memories[] = {held};
+    const mls_sums sums = {codes, sizeof codes / sizeof *codes, memories};
+    mls_segment s = {.counts = counts,
+                     .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1},
+                     .sums = &sums};
+    for (size_t i = 0; i < ITEMS; i++) {
+        for (size_t rank = 0; rank < WORLD_4; rank++) {
+            parts[rank][i] = (float)(i + 1) / (float)(rank + 3);
+            sources[rank] = parts[rank] + 10;
+        }
+        held[i] = (float)i / 7;
+        expected[i] = held[i];
+    }
+    for (size_t i = 10; i < ITEMS; i++) {
+        const float left = parts[0][i] + parts[1][i], right = parts[2][i] + parts[3][i];
+        expected[i] = (right + left) + held[i];
+    }
+    mls_segment_reduce(&s, mls_kernels_of(MLS_CPU_SCALAR), sources, WORLD_4, 10,
+                       ITEMS - 10, mls_cached(), true);
+    CHECK(memcmp(held, expected, sizeof held) == 0);
+    CHECK(s.norm_partial.nonfinite == 0 && s.norm_partial.squares > 0);
+}
