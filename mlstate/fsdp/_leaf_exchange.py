@@ -347,6 +347,7 @@ class SumOrder:
         self.memories: list[Node | None] = []  # arrays of held nodes; None: new ones
         self.results: dict[Node, int] = {}  # by node: index in `memories`
         self._codes: list[int] = []
+        self._more_scratch: dict[int, int] = {}  # numbers of memories for intermediate sums
         self._world_size, self._is_wide = world_size, is_wide
         for node, operand in joined.items():
             rest = _without(operand, absent)
@@ -393,8 +394,10 @@ class SumOrder:
         """Append the code of an intermediate sum, and return its number."""
         number = self._world_size + scratch
         if scratch >= _SCRATCH:  # more than 256 ranks
-            number = self._number_of_memory(len(self.memories))
-            self.memories.append(None)
+            if scratch not in self._more_scratch:
+                self._more_scratch[scratch] = self._number_of_memory(len(self.memories))
+                self.memories.append(None)
+            number = self._more_scratch[scratch]
         self._add(operand, number, scratch + 1)
         return number
 

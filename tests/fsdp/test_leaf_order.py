@@ -275,8 +275,7 @@ def test_the_core_adds_what_ranks_send_in_the_plain_tree(world, dtype):
             _core.bucket([segment], world, 0, "sum", 1.0), sent[1:].reshape(-1).view(np.uint8)
         )
         sums.nodes = {
-            node: sums.nodes[node] if node == operand else {}
-            for node, operand in joined.items()
+            node: sums.nodes[node] if node == operand else {} for node, operand in joined.items()
         }
         for node, index in order.results.items():
             sums.nodes[node]["w"] = memories[index]

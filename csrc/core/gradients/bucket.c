@@ -67,7 +67,8 @@ static void reduce_in_blocks(mls_segment *s, const mls_kernels *kernels,
     enum { BLOCK_BYTES = 8192 };
     _Alignas(64) unsigned char scratch[MLS_SUM_SCRATCH][BLOCK_BYTES];
     const mls_sums *sums = s->sums;
-    const size_t memories = world + MLS_SUM_SCRATCH, *const end = sums->codes + sums->length;
+    const size_t memories = world + MLS_SUM_SCRATCH, *const end =
+                                                         sums->codes + sums->length;
     const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
     const size_t out_item = mls_dtype_of(s->reduction.out_dtype)->item_bytes;
     const bool is_single = sums->length > 0 && sums->codes + 2 + sums->codes[1] == end;
@@ -80,9 +81,9 @@ static void reduce_in_blocks(mls_segment *s, const mls_kernels *kernels,
                 at[i] = number >= memories
                             ? (unsigned char *)sums->memories[number - memories] +
                                   (start + done) * out_item
-                        : number >= world ? scratch[number - world]
-                                          : (unsigned char *)(uintptr_t)sources[number] +
-                                                done * item;
+                        : number >= world
+                            ? scratch[number - world]
+                            : (unsigned char *)(uintptr_t)sources[number] + done * item;
             }
             mls_reduction r = s->reduction;
             r.dtype = code[2] < world ? r.dtype : r.out_dtype;

@@ -65,8 +65,8 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
 /* Returns the elements of the parts of the first `ranks` ranks of a checked segment. */
 size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
 
-/* Reduces `n` elements of a rank's part of a segment, from element `start` of the part on:
- * `sources` has the addresses of the first one by rank, of `world` ranks. Adds to
+/* Reduces `n` elements of a rank's part of a segment, from element `start` of the part
+ * on: `sources` has the addresses of the first one by rank, of `world` ranks. Adds to
  * `norm_partial` if `wants_norm`. The destination is that of mls_reduce_run. */
 void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
                         const void *const *sources, size_t world, size_t start, size_t n,

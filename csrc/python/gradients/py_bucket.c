@@ -273,7 +273,8 @@ static int take_sums(const mlspy_state *state, PyObject *memories, PyObject *cod
     mls_status st;
     if (!PyTuple_Check(memories) || PyTuple_GET_SIZE(memories) == 0 ||
         !PyTuple_Check(codes)) {
-        return MLSPY_REFUSE(PyExc_TypeError, "sums have a tuple of memories and of codes");
+        return MLSPY_REFUSE(PyExc_TypeError,
+                            "sums have a tuple of memories and of codes");
     }
     const size_t count = (size_t)PyTuple_GET_SIZE(memories);
     const size_t length = (size_t)PyTuple_GET_SIZE(codes);
@@ -361,8 +362,8 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
         return -1;
     }
     mls_code code = has_sums ? MLS_OK
-                             : mls_segment_check(&array.tensor, &output.tensor,
-                                                 counts, b->world, b->rank, &st);
+                             : mls_segment_check(&array.tensor, &output.tensor, counts,
+                                                 b->world, b->rank, &st);
     code = code == MLS_OK ? mls_reduce_check(&s->reduction, &st) : code;
     return mlspy_check(state, code, &st);
 }
@@ -412,9 +413,9 @@ static int check_segments_apart(const mls_bucket *b)
         const uintptr_t data = (uintptr_t)s->data, out = (uintptr_t)s->out;
         const size_t bytes = total * mls_dtype_of(s->reduction.dtype)->item_bytes;
         const size_t out_bytes = /* memories of sums are not compared */
-            s->sums != NULL ? 0
-                            : s->counts[b->rank] *
-                                  mls_dtype_of(s->reduction.out_dtype)->item_bytes;
+            s->sums != NULL
+                ? 0
+                : s->counts[b->rank] * mls_dtype_of(s->reduction.out_dtype)->item_bytes;
         if (bytes > 0) {
             ranges[used++] = (mls_address_range){data, data + bytes, i, false /* read */};
         }
@@ -446,12 +447,12 @@ static int check_segments_apart(const mls_bucket *b)
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
  * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
- * out), (array, counts, out, dtype, shape) or (array, counts, memories, codes): `counts` has the number of elements of
- * each rank's part of the array, and `out` receives this rank's part, reduced and
- * divided: `op` is "sum", "min" or "max", and the result is divided by `divisor`. With
- * `dtype` and `shape`, `out` must have them; without, any dtype that reductions support.
- * `memories` (a tuple of arrays, which overlap no other array) and `codes` (a tuple of
- * ints) are sums in another order, as in mls_sums.
+ * out), (array, counts, out, dtype, shape) or (array, counts, memories, codes): `counts`
+ * has the number of elements of each rank's part of the array, and `out` receives this
+ * rank's part, reduced and divided: `op` is "sum", "min" or "max", and the result is
+ * divided by `divisor`. With `dtype` and `shape`, `out` must have them; without, any
+ * dtype that reductions support. `memories` (a tuple of arrays, which overlap no other
+ * array) and `codes` (a tuple of ints) are sums in another order, as in mls_sums.
  * ValueError: an output shares memory with another segment. The capsule holds its own
  * references to the arrays.
  */
