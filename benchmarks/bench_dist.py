@@ -214,6 +214,7 @@ def accumulating(run: Run) -> Iterator[Row]:
     batches = pair * (MICRO_BATCHES // 2)
     arrays = [{name: t.numpy() for name, t in batch.items()} for batch in batches]
     in_place, over_arrays = GradientAccumulator(MICRO_BATCHES), GradientAccumulator(MICRO_BATCHES)
+    in_tree = GradientAccumulator(MICRO_BATCHES, order="tree")
     sums = accumulate(in_place, batches)
     for name, expected in cloning(batches, torch.clone).items():
         if not torch.equal(sums[name], expected):
@@ -225,6 +226,7 @@ def accumulating(run: Run) -> Iterator[Row]:
         {
             name: partial(accumulate, in_place, batches),
             "mlstate, NumPy arrays": partial(accumulate, over_arrays, arrays),
+            "mlstate, order='tree'": partial(accumulate, in_tree, batches),
         },
         {
             clones: partial(cloning, batches, torch.clone),

@@ -297,11 +297,12 @@ class OursHook(Ours):
 
 
 class OursStep(Ours):
-    """A step of LEAVES micro-batches, each reduced by itself; the parts of a rank are added up."""
+    """A step of LEAVES micro-batches, each reduced by itself; parts are added up in float32."""
 
     def __init__(self, rank: Rank, order: Literal["rank", "tree"] = "rank") -> None:
         super().__init__(rank)
-        self.hook = FSDPBackwardHook(FSDP(rank.group, op="mean", order=order))
+        settings = FSDP(rank.group, op="mean", order=order, reduce_dtype="float32")
+        self.hook = FSDPBackwardHook(settings)
         self.hook.use_units(self.units, accumulate=order == "rank")
         self.is_tree = order == "tree"
 
