@@ -343,7 +343,7 @@ def bucket_fits(array: object, dtype: str, shape: tuple[int, ...], writable: boo
 def bucket(
     segments: Sequence[
         tuple[object, tuple[int, ...], object]
-        | tuple[object, tuple[int, ...], tuple[Array, ...], tuple[int, ...]]
+        | tuple[object, tuple[int, ...], tuple[Array, ...], Array]
         | tuple[object, tuple[int, ...], object, str, tuple[int, ...]]
     ],
     world: int,

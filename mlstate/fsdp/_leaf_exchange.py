@@ -22,14 +22,14 @@ from ._leaf_order import LeafSums, Node, leaves_of, sum_dtype, widened
 from ._sharding_unit import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ._bucket import Entry
     from ._config import FSDP
     from ._reducer import Reducer
     from ._sharding_unit import FSDPShardingUnit
 
-_SCRATCH = 8  # intermediate sums (MLS_SUM_SCRATCH)
+_SCRATCH = 16  # intermediate sums (MLS_SUM_SCRATCH)
 
 
 class SentLeaves(NamedTuple):
@@ -347,85 +347,60 @@ class SumOrder:
         self.memories: list[Node | None] = []  # arrays of held nodes; None: new ones
         self.results: dict[Node, int] = {}  # by node: index in `memories`
         self._codes: list[int] = []
-        self._more_scratch: dict[int, int] = {}  # numbers of memories for intermediate sums
-        self._world_size, self._is_wide = world_size, is_wide
+        self._world_size, self._absent, self._is_wide = world_size, absent, is_wide
         for node, operand in joined.items():
-            rest = _without(operand, absent)
-            if rest is None or operand == node:
-                continue
-            held = list(_held_nodes(rest))
-            self.results[node] = len(self.memories)
-            self.memories += held or [None]
-            if rest not in held:
-                self._add(rest, self._number_of_memory(self.results[node]), 0)
-        if not self.memories:  # the core needs one
-            self.memories.append(None)
-        self.codes = tuple(self._codes)
+            index = len(self.memories)
+            numbered = None if operand == node else self._numbered(operand)
+            if numbered is not None:
+                self.results[node] = index
+                self.memories += [None] if index == len(self.memories) else []
+                if numbered != world_size + _SCRATCH + index:
+                    self._add(numbered, world_size + _SCRATCH + index, world_size)
+        self.memories = self.memories or [None]  # the core needs one
+        self.codes = np.array(self._codes, np.uint64)
 
-    def _number_of_memory(self, index: int) -> int:
-        return self._world_size + _SCRATCH + index
+    def _numbered(self, operand: Operand) -> Any:
+        """Return an operand with numbers of the core for ranks and nodes; None: all are absent."""
+        if operand in self._absent:
+            return None
+        if isinstance(operand, Pair):
+            left, right = self._numbered(operand.left), self._numbered(operand.right)
+            return right if left is None else left if right is None else Pair(left, right)
+        if isinstance(operand, int):
+            return operand
+        self.memories.append(operand)
+        return self._world_size + _SCRATCH + len(self.memories) - 1
 
-    def _add(self, operand: Operand, target: int, scratch: int) -> None:
-        """Append the code of `operand`; intermediate sums from number `scratch` on are free."""
-        addends = self._narrow_gradients(operand) or self._addends(operand, scratch)
+    def _add(self, operand: Any, target: int, free: int) -> None:
+        """Append the code of `operand`; intermediate sums from number `free` on are unused."""
+        addends = self._narrow_gradients(operand) or self._addends(operand, free)
         self._codes += [target, len(addends), *addends]
 
-    def _narrow_gradients(self, operand: Operand) -> list[int]:
-        """Return the numbers of an operand of one or two gradients narrower than sums, or []."""
-        operands = [operand.left, operand.right] if isinstance(operand, Pair) else [operand]
-        ranks = [each for each in operands if isinstance(each, int)]
-        return [] if self._is_wide or len(ranks) < len(operands) else ranks
-
-    def _addends(self, operand: Operand, scratch: int) -> list[int]:
+    def _addends(self, operand: Any, free: int) -> list[int]:
         """Return the numbers whose sum in this order is `operand`."""
         if self._is_addend(operand):
-            return [self._number(operand)]
+            return [operand]
+        assert free < self._world_size + _SCRATCH, "more than 65,536 ranks"
         if not isinstance(operand, Pair) or self._narrow_gradients(operand):
-            return [self._intermediate(operand, scratch)]
-        first, last = operand.left, operand.right
+            self._add(operand, free, free + 1)
+            return [free]
+        first: Any = operand.left
+        last: Any = operand.right
         if self._is_addend(first):
             first, last = last, first
         if self._is_addend(last):
-            return [*self._addends(first, scratch), self._number(last)]
-        number = self._intermediate(last, scratch)
-        return [*self._addends(first, scratch + 1), number]
+            return [*self._addends(first, free), last]
+        self._add(last, free, free + 1)
+        return [*self._addends(first, free + 1), free]
 
-    def _intermediate(self, operand: Operand, scratch: int) -> int:
-        """Append the code of an intermediate sum, and return its number."""
-        number = self._world_size + scratch
-        if scratch >= _SCRATCH:  # more than 256 ranks
-            if scratch not in self._more_scratch:
-                self._more_scratch[scratch] = self._number_of_memory(len(self.memories))
-                self.memories.append(None)
-            number = self._more_scratch[scratch]
-        self._add(operand, number, scratch + 1)
-        return number
+    def _is_addend(self, operand: Any) -> bool:
+        return isinstance(operand, int) and (self._is_wide or operand >= self._world_size)
 
-    def _is_addend(self, operand: Operand) -> bool:
-        return not isinstance(operand, Pair) and (self._is_wide or not isinstance(operand, int))
-
-    def _number(self, operand: Any) -> int:
-        """Return the number of a rank or a held node."""
-        if isinstance(operand, int):
-            return operand
-        return self._number_of_memory(self.memories.index(operand))
-
-
-def _without(operand: Operand, absent: frozenset[Any]) -> Operand | None:
-    """Return an operand without ranks and nodes that lack the parameter; None: all do."""
-    if not isinstance(operand, Pair):
-        return None if operand in absent else operand
-    left, right = _without(operand.left, absent), _without(operand.right, absent)
-    return right if left is None else left if right is None else Pair(left, right)
-
-
-def _held_nodes(operand: Operand) -> Iterator[Node]:
-    """Yield the held nodes of an operand."""
-    if isinstance(operand, Pair):
-        yield from _held_nodes(operand.left)
-        yield from _held_nodes(operand.right)
-    elif not isinstance(operand, int):
-        yield operand
+    def _narrow_gradients(self, operand: Any) -> list[int]:
+        """Return the numbers of an operand of one or two gradients narrower than sums, or []."""
+        operands = [operand.left, operand.right] if isinstance(operand, Pair) else [operand]
+        ranks = [each for each in operands if isinstance(each, int) and each < self._world_size]
+        return [] if self._is_wide or len(ranks) < len(operands) else ranks
 
 
 def _sum_to_send(entry: Entry, nodes: Sequence[Node]) -> Any:

@@ -256,7 +256,7 @@ def test_fewer_leaves_than_ranks_and_odd_numbers(count):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("world", [1, 2, 3, 7, 64, 600])
-def test_the_core_adds_what_ranks_send_in_the_plain_tree(world, dtype):
+def test_the_core_adds_leaves_of_ranks_in_the_plain_tree(world, dtype):
     """Rank 0 of many has all elements; some leaves have no gradient."""
     size, sums, leaves = 2056, LeafSums(1000), []
     random = np.random.default_rng(world)

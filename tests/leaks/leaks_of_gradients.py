@@ -44,6 +44,7 @@ def torch_gradients_accumulated(_):
 @case()
 def reductions(_):
     a, b = np.ones(100, np.float32), np.ones(100, np.float32)
+    codes = np.array([17, 1, 0], np.uint64)
     return each(
         lambda: _core.reduce([a, b], b, "sum", 2.0),
         lambda: _core.accumulate(["a"], [a], [b], 0.0, True),
@@ -55,8 +56,8 @@ def reductions(_):
         lambda: _core.bucket_fits(a[1:], "float32", (100,), True),
         lambda: _core.bucket([(a, (100,), np.empty_like(a))], 1, 0, "sum", 1.0),
         lambda: _core.bucket([(a, (100,), b, "float32", (100,))], 1, 0, "sum", 1.0),
-        lambda: _core.bucket([(a, (100,), (np.empty_like(a),), (9, 1, 0))], 1, 0, "sum", 1.0),
-        raises(ValueError, _core.bucket, [(a, (100,), (b,), (9,))], 1, 0, "sum", 1.0),
+        lambda: _core.bucket([(a, (100,), (np.empty_like(a),), codes)], 1, 0, "sum", 1.0),
+        raises(ValueError, _core.bucket, [(a, (100,), (b,), codes[1:])], 1, 0, "sum", 1.0),
         raises(ValueError, _core.bucket, [(a, (100,), b[::2])], 1, 0, "sum", 1.0),
         raises(ValueError, _core.bucket, [(a, (100,), b, "float32", (99,))], 1, 0, "sum", 1.0),
         raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),

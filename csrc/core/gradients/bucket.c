@@ -58,45 +58,47 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
-/* Compute the sums of a segment, block by block, so that intermediate sums stay in the L1
- * cache; arguments as for mls_segment_reduce. */
+/* Compute the sums of a segment, block by block if there are intermediate sums, which so
+ * stay in the L1 cache; arguments as for mls_segment_reduce. */
 static void reduce_in_blocks(mls_segment *s, const mls_kernels *kernels,
                              const void *const *sources, size_t world, size_t start,
                              size_t n, mls_destination destination, bool wants_norm)
 {
-    enum { BLOCK_BYTES = 8192 };
+    enum { BLOCK_BYTES = 4096 };
     _Alignas(64) unsigned char scratch[MLS_SUM_SCRATCH][BLOCK_BYTES];
     const mls_sums *sums = s->sums;
-    const size_t memories = world + MLS_SUM_SCRATCH, *const end =
-                                                         sums->codes + sums->length;
+    const size_t memories = world + MLS_SUM_SCRATCH;
+    const uint64_t *const end = sums->codes + sums->length;
     const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
     const size_t out_item = mls_dtype_of(s->reduction.out_dtype)->item_bytes;
-    const bool is_single = sums->length > 0 && sums->codes + 2 + sums->codes[1] == end;
-    const size_t block = is_single ? n : BLOCK_BYTES / out_item;
+    size_t block = n;
+    for (const uint64_t *code = sums->codes; code < end; code += 2 + code[1]) {
+        block = code[0] < memories ? BLOCK_BYTES / out_item : block;
+    }
     for (size_t done = 0; done < n; done += block) {
-        for (const size_t *code = sums->codes; code < end; code += 2 + code[1]) {
+        for (const uint64_t *code = sums->codes; code < end; code += 2 + code[1]) {
             unsigned char *at[1 + MLS_SUM_ADDENDS]; /* target and addends */
             for (size_t i = 0; i <= code[1]; i++) {
-                const size_t number = code[i == 0 ? 0 : i + 1];
-                at[i] = number >= memories
-                            ? (unsigned char *)sums->memories[number - memories] +
-                                  (start + done) * out_item
-                        : number >= world
+                const size_t number = (size_t)code[i == 0 ? 0 : i + 1];
+                at[i] = number < world
+                            ? (unsigned char *)(uintptr_t)sources[number] + done * item
+                        : number < memories
                             ? scratch[number - world]
-                            : (unsigned char *)(uintptr_t)sources[number] + done * item;
+                            : (unsigned char *)sums->memories[number - memories] +
+                                  (start + done) * out_item;
             }
             mls_reduction r = s->reduction;
             r.dtype = code[2] < world ? r.dtype : r.out_dtype;
             const bool is_kept = code[0] >= memories;
-            mls_reduce_run(kernels, &r, (const void *const *)(at + 1), code[1], at[0],
-                           mls_size_least(n - done, block),
+            mls_reduce_run(kernels, &r, (const void *const *)(at + 1), (size_t)code[1],
+                           at[0], mls_size_least(n - done, block),
                            is_kept ? destination : mls_cached(),
                            is_kept && wants_norm ? &s->norm_partial : NULL);
         }
     }
 }
 
-/* Add the ranks in their order, or as `sums` say. */
+/* Add in the order of ranks, or in that of `sums`. */
 void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
                         const void *const *sources, size_t world, size_t start, size_t n,
                         mls_destination destination, bool wants_norm)

@@ -15,18 +15,18 @@
 
 enum {
     MLS_BUCKET_ALIGN = 16,
-    MLS_SUM_SCRATCH = 8, /* intermediate sums */
-    MLS_SUM_ADDENDS = 64 /* of one sum */
+    MLS_SUM_SCRATCH = 16, /* intermediate sums */
+    MLS_SUM_ADDENDS = 64  /* of one sum */
 };
 
-/* Sums in another order than that of ranks, such as a tree. Borrows both pointers.
+/* Sums whose order is not the ranks' order, such as a tree. Borrows both pointers.
  * `codes` has, for each sum in turn: its target, the number of its addends (1 to
  * MLS_SUM_ADDENDS), and the addends, which are added in this order. A number below the
  * number of ranks is the part that this rank sent (only an addend), the next
  * MLS_SUM_SCRATCH are intermediate sums, and the others are `memories`, which have this
  * rank's elements. Except if their dtypes are equal, parts are not added to sums. */
 typedef struct mls_sums {
-    const size_t *codes;
+    const uint64_t *codes;
     size_t length; /* of `codes` */
     void *const *memories;
 } mls_sums;
@@ -67,7 +67,7 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
 
 /* Reduces `n` elements of a rank's part of a segment, from element `start` of the part
  * on: `sources` has the addresses of the first one by rank, of `world` ranks. Adds to
- * `norm_partial` if `wants_norm`. The destination is that of mls_reduce_run. */
+ * `norm_partial` if `wants_norm`. `destination`: as for mls_reduce_run. */
 void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
                         const void *const *sources, size_t world, size_t start, size_t n,
                         mls_destination destination, bool wants_norm);

@@ -23,7 +23,7 @@
 /* A bucket, with references that keep its arrays alive. */
 typedef struct held_bucket {
     mls_bucket bucket;
-    PyObject **owners; /* strong: array and output (or memories) of each segment */
+    PyObject **owners; /* strong: array and output (or tuple) of each segment */
     size_t *counts;    /* counts of all segments */
 } held_bucket;
 
@@ -241,23 +241,22 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
     return fits > 0 ? 0 : -1;
 }
 
-/* Returns whether the codes of `sums` are as described in bucket.h, for `memories`
+/* Returns whether the codes of `sums` are as described in bucket.h, for `count`
  * memories. */
 static bool are_sums_valid(const mls_sums *sums, const mls_segment *s, size_t world,
-                           size_t memories)
+                           size_t count)
 {
-    const size_t *const codes = sums->codes, end = world + MLS_SUM_SCRATCH + memories;
-    const bool is_mixed = s->reduction.dtype != s->reduction.out_dtype;
-    for (size_t i = 0; i < sums->length; i += 2 + codes[i + 1]) {
+    const uint64_t *const codes = sums->codes, end = world + MLS_SUM_SCRATCH + count;
+    for (size_t i = 0, next; i < sums->length; i = next) {
         const size_t left = sums->length - i;
         if (left < 3 || codes[i] < world || codes[i] >= end || codes[i + 1] == 0 ||
-            codes[i + 1] > MLS_SUM_ADDENDS || codes[i + 1] > left - 2) {
+            codes[i + 1] > mls_size_least(MLS_SUM_ADDENDS, left - 2)) {
             return false;
         }
-        for (const size_t *addend = &codes[i + 2]; addend < &codes[i + 2 + codes[i + 1]];
-             addend++) {
-            const bool is_other_kind = (*addend < world) != (codes[i + 2] < world);
-            if (*addend >= end || (is_mixed && is_other_kind)) {
+        next = i + 2 + (size_t)codes[i + 1];
+        for (size_t k = i + 2; k < next; k++) {
+            if (codes[k] >= end || (s->reduction.dtype != s->reduction.out_dtype &&
+                                    (codes[k] < world) != (codes[i + 2] < world))) {
                 return false;
             }
         }
@@ -265,58 +264,49 @@ static bool are_sums_valid(const mls_sums *sums, const mls_segment *s, size_t wo
     return true;
 }
 
-/* Sets the sums of segment `s`, whose array is `data`, from two tuples: the memories, at
- * least one, and the codes. Sets the output's dtype. Returns -1 with an exception set. */
-static int take_sums(const mlspy_state *state, PyObject *memories, PyObject *codes,
-                     const mls_tensor *data, const mls_bucket *b, mls_segment *s)
+/* Sets the sums of segment `s` of the array `data` from its tuple, which keeps the
+ * memories (at least one) and the codes alive. Sets the output's dtype. Returns -1 with
+ * an exception set. */
+static int take_sums(const mlspy_state *state, PyObject *tuple, const mls_tensor *data,
+                     const mls_bucket *b, mls_segment *s)
 {
     mls_status st;
-    if (!PyTuple_Check(memories) || PyTuple_GET_SIZE(memories) == 0 ||
-        !PyTuple_Check(codes)) {
-        return MLSPY_REFUSE(PyExc_TypeError,
-                            "sums have a tuple of memories and of codes");
-    }
-    const size_t count = (size_t)PyTuple_GET_SIZE(memories);
-    const size_t length = (size_t)PyTuple_GET_SIZE(codes);
-    mls_sums *sums = mls_alloc(1, sizeof *sums + (count + length) * sizeof(void *));
+    mlspy_view view;
+    PyObject *memories = PyTuple_GET_ITEM(tuple, 2);
+    const size_t count = PyTuple_Check(memories) ? (size_t)PyTuple_GET_SIZE(memories) : 0;
+    mls_sums *sums = mls_alloc(1, sizeof *sums + count * sizeof(void *));
     s->sums = sums; /* bucket_free frees it */
     if (sums == NULL) {
         PyErr_NoMemory();
         return -1;
     }
+    if (view_packed(state, PyTuple_GET_ITEM(tuple, 3), "the codes", false, &view) < 0) {
+        return -1;
+    }
     void **const addresses = (void **)(sums + 1);
-    size_t *const numbers = (size_t *)(addresses + count);
-    *sums = (mls_sums){numbers, length, addresses};
+    *sums = (mls_sums){(const void *)view.tensor.data, 0, addresses};
+    (void)mls_tensor_count(&view.tensor, &sums->length);
+    bool fits = count > 0 && view.tensor.dtype == MLS_U64;
+    mlspy_view_release(&view);
     for (size_t i = 0; i < count; i++) {
-        mlspy_view view;
-        PyObject *memory = PyTuple_GET_ITEM(memories, (Py_ssize_t)i);
-        if (view_packed(state, memory, "a memory", true /* writable */, &view) < 0) {
+        if (view_packed(state, PyTuple_GET_ITEM(memories, (Py_ssize_t)i), "a memory",
+                        true /* writable */, &view) < 0) {
             return -1;
         }
         const mls_code code =
             mls_segment_check(data, &view.tensor, s->counts, b->world, b->rank, &st);
-        const bool fits = i == 0 || view.tensor.dtype == s->reduction.out_dtype;
+        fits = fits && (i == 0 || view.tensor.dtype == s->reduction.out_dtype);
         addresses[i] = view.tensor.data;
         s->reduction.out_dtype = view.tensor.dtype;
         mlspy_view_release(&view);
         if (mlspy_check(state, code, &st) < 0) {
             return -1;
         }
-        if (!fits) {
-            return MLSPY_REFUSE(PyExc_ValueError, "memories have different dtypes");
-        }
     }
-    for (size_t i = 0; i < length; i++) {
-        int64_t number;
-        PyObject *item = PyTuple_GET_ITEM(codes, (Py_ssize_t)i);
-        if (mlspy_take_int64(state, item, "codes", &number) < 0) {
-            return -1;
-        }
-        numbers[i] = number < 0 ? SIZE_MAX : (size_t)number;
-    }
-    return are_sums_valid(sums, s, b->world, count)
+    return fits && are_sums_valid(sums, s, b->world, count)
                ? 0
-               : MLSPY_REFUSE(PyExc_ValueError, "the codes are not those of sums");
+               : MLSPY_REFUSE(PyExc_ValueError,
+                              "the memories or codes are not those of sums");
 }
 
 /* Fills the next segment of a bucket from its tuple, and counts it. `reduction` has the
@@ -345,8 +335,7 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
         return -1;
     }
     bucket->owners[2 * b->count] = array.owner;
-    bucket->owners[2 * b->count + 1] =
-        has_sums ? Py_NewRef(PyTuple_GET_ITEM(tuple, 2)) : output.owner;
+    bucket->owners[2 * b->count + 1] = has_sums ? Py_NewRef(tuple) : output.owner;
     mls_segment *s = &b->segments[b->count++]; /* now bucket_free drops the owners */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
@@ -357,8 +346,7 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
                        .counts = counts,
                        .out = output.tensor.data,
                        .reduction = reduction};
-    if (has_sums && take_sums(state, PyTuple_GET_ITEM(tuple, 2),
-                              PyTuple_GET_ITEM(tuple, 3), &array.tensor, b, s) < 0) {
+    if (has_sums && take_sums(state, tuple, &array.tensor, b, s) < 0) {
         return -1;
     }
     mls_code code = has_sums ? MLS_OK
@@ -452,7 +440,7 @@ static int check_segments_apart(const mls_bucket *b)
  * rank's part, reduced and divided: `op` is "sum", "min" or "max", and the result is
  * divided by `divisor`. With `dtype` and `shape`, `out` must have them; without, any
  * dtype that reductions support. `memories` (a tuple of arrays, which overlap no other
- * array) and `codes` (a tuple of ints) are sums in another order, as in mls_sums.
+ * array) and `codes` (uint64) are sums in another order, as in mls_sums.
  * ValueError: an output shares memory with another segment. The capsule holds its own
  * references to the arrays.
  */

@@ -133,7 +133,7 @@ TEST(sums_are_computed_in_the_order_of_their_codes)
     static float parts[WORLD_4][ITEMS], held[ITEMS], expected[ITEMS];
     static const size_t counts[WORLD_4] = {ITEMS, ITEMS, ITEMS, ITEMS};
     /* (0 + 1), then (2 + 3) + that + the memory */
-    static const size_t codes[] = {WORLD_4, 2, 0, 1, MEMORY, 4, 2, 3, WORLD_4, MEMORY};
+    static const uint64_t codes[] = {WORLD_4, 2, 0, 1, MEMORY, 4, 2, 3, WORLD_4, MEMORY};
     const void *sources[WORLD_4];
     void *const memories[] = {held};
     const mls_sums sums = {codes, sizeof codes / sizeof *codes, memories};
