@@ -98,7 +98,7 @@ static void reduce_in_blocks(mls_segment *s, const mls_kernels *kernels,
     }
 }
 
-/* Add in the order of ranks, or in that of `sums`. */
+/* Add in the order of ranks, or in the order of `sums`. */
 void mls_segment_reduce(mls_segment *s, const mls_kernels *kernels,
                         const void *const *sources, size_t world, size_t start, size_t n,
                         mls_destination destination, bool wants_norm)
