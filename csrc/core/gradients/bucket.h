@@ -4,7 +4,7 @@
  * over all ranks. An engine that only moves bytes sends all parts for a rank in one
  * message. This module packs the message, in the order of the arrays with each part at a
  * multiple of MLS_BUCKET_ALIGN. After all messages have arrived, it reduces them in rank
- * order.
+ * order, or in the order of mls_sums.
  */
 #ifndef MLS_BUCKET_H
 #define MLS_BUCKET_H
