@@ -16,7 +16,7 @@
 
 enum {
     WORD = 4,             /* bytes */
-    PACKED = 512,         /* elements that are packed at a time */
+    PACKED = 4096,        /* bytes that are packed at a time */
     SHARE_BYTES = 1 << 20 /* of a task */
 };
 
@@ -102,8 +102,8 @@ static void add_run(const part_job *job, uint64_t offset, const unsigned char *f
         mls_digest_bytes(job->digester, offset, from, count * job->item, sum);
         return;
     }
-    unsigned char packed[PACKED * 8];
-    const size_t most = follows ? PACKED : 1;
+    unsigned char packed[PACKED];
+    const size_t most = follows ? PACKED / job->item : 1;
     while (count > 0) {
         const size_t next = mls_size_least(count, most);
         mls_gather(packed, from, runs->b_step, job->item, next);

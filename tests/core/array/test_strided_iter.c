@@ -176,4 +176,15 @@ TEST(units_are_byte_swapped)
     CHECK(memcmp(bytes, "\6\5\10\7\1\2\3\4", 8) == 0);
     mls_swap_items(bytes, 8, mls_swap_unit(MLS_U8));
     CHECK(memcmp(bytes, "\6\5\10\7\1\2\3\4", 8) == 0);
+    for (size_t unit = 2; unit <= 8; unit *= 2) { /* more than a register, and a rest */
+        unsigned char items[96];
+        for (size_t i = 0; i < sizeof items; i++) {
+            items[i] = (unsigned char)i;
+        }
+        mls_swap_items(items, 88, unit);
+        for (size_t i = 0; i < 88; i++) {
+            CHECK(items[i] == i / unit * unit + unit - 1 - i % unit);
+        }
+        CHECK(items[88] == 88);
+    }
 }

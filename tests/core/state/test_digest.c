@@ -1,5 +1,5 @@
-/* Tests of digest.c: parts that do not fit, and the bits of every instruction set.
- * Python's tests compare the values with the definition. */
+/* Tests of digest.c: parts that do not fit, and the bits of every instruction set and
+ * machine. Python's tests compare the values with the definition. */
 #include "state/digest.h"
 
 #include "support/cpus.h"
@@ -44,6 +44,7 @@ TEST(parts_that_do_not_fit_are_refused)
 
 TEST(every_instruction_set_has_the_scalar_bits)
 {
+    static const mls_digest defined = {{0xA67B6F7A08AE01E4, 0x73BFB798EE0588D8}};
     const size_t shape[2] = {ROWS, COLUMNS}, none[2] = {0, 0};
     mls_digest_keys_init(&keys);
     fill_random(bytes, sizeof bytes, 3);
@@ -60,7 +61,7 @@ TEST(every_instruction_set_has_the_scalar_bits)
                 CHECK(mls_digest_part(&digester, &views[i], shape, none, &sum, &st) ==
                       MLS_OK);
                 scalar = cpu == MLS_CPU_SCALAR ? sum : scalar;
-                CHECK(memcmp(&sum, &scalar, sizeof sum) == 0);
+                CHECK(memcmp(&sum, i == 0 ? &defined : &scalar, sizeof sum) == 0);
             }
         }
     }
