@@ -1,4 +1,4 @@
-"""`agree`: all ranks continue, all retry, or all raise the error of the rank that failed."""
+"""Agreement of ranks: all continue, all retry, or all raise the error of the rank that failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from .. import errors
 from ..errors import CollectiveError, MLStateError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from . import ProcessGroup
 
 
@@ -63,3 +65,21 @@ def agree(
             raise error
         raise _peer_error(*failed[0]) from error
     return not any(has_error) and len({reply["about"] for reply in replies}) == 1
+
+
+def gather_values(group: ProcessGroup, operation: str, describe: Callable[[], Any]) -> list[Any]:
+    """Return the JSON value that `describe` returns on each rank, in rank order.
+
+    If it raises on a rank, all raise, as in `agree`. Every rank must call this.
+    """
+    import json
+
+    message, error = b"", None
+    try:
+        message = json.dumps(describe()).encode()
+    except Exception as raised:
+        error = raised
+    messages = group.gather_bytes(message) or ()
+    if not all(messages):
+        agree(group, operation, error)
+    return [json.loads(each) for each in messages]

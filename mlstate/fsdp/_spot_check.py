@@ -5,7 +5,6 @@ Each rank takes its turn, so a rank that computes wrong values is found and name
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from .._common.arguments import check_int, check_type
 from .._common.arrays import refuse_unstorable
 from .._common.text import ranks_text, shorten
 from ..collectives._arguments import check_group
-from ..collectives._consensus import agree
+from ..collectives._consensus import gather_values
 from ..errors import CollectiveError
 from ..state._digest import part_of, value_of
 from ._disagreement import describe_difference
@@ -173,7 +172,7 @@ class SpotCheck:
             parts = _parts_of(gradients) if self._group.rank == checked else None
             return [f"step {number}, every={self._every}", index, parts]
 
-        described = self._exchange(describe)
+        described = gather_values(self._group, "spot check", describe)
         facts = {rank: text for rank, (text, _, _) in enumerate(described)}
         if len(set(facts.values())) > 1:
             odd, text = describe_difference(facts, "ranks are at different steps")
@@ -197,20 +196,8 @@ class SpotCheck:
             check_type("the result of recompute", gradients, Mapping, "a mapping of str to arrays")
             return _parts_of(gradients)
 
-        parts: Parts = self._exchange(recompute)[rank]
+        parts: Parts = gather_values(self._group, "spot check", recompute)[rank]
         return parts
-
-    def _exchange(self, describe: Callable[[], Any]) -> list[Any]:
-        """Return the JSON value that `describe` returns on each rank; if it raises, all raise."""
-        message, error = b"", None
-        try:
-            message = json.dumps(describe()).encode()
-        except Exception as raised:
-            error = raised
-        messages = self._group.gather_bytes(message)
-        if not all(messages):
-            agree(self._group, "spot check", error)
-        return [json.loads(each) for each in messages]
 
 
 def _parts_of(gradients: Mapping[str, Array | None]) -> Parts:

@@ -341,15 +341,10 @@ def _lanes(array: Any, dtype: str, shape: tuple[int, ...], starts: tuple[int, ..
 # ---- ranks ----
 
 
-def pack_parts(parts: Mapping[str, Part]) -> bytes:
-    """Return the parts of one rank as a message."""
-    return json.dumps(parts).encode()
-
-
-def unpack_parts(message: bytes) -> dict[str, Part]:
-    """Return the parts in a message."""
+def parts_from_json(values: Mapping[str, Any]) -> dict[str, Part]:
+    """Return the parts of one rank that were JSON."""
     parts = {}
-    for name, (dtype, shape, boxes, lanes) in json.loads(message).items():
+    for name, (dtype, shape, boxes, lanes) in values.items():
         areas = tuple((tuple(starts), tuple(sizes)) for starts, sizes in boxes)
         parts[name] = Part(dtype, tuple(shape), areas, tuple(lanes))
     return parts

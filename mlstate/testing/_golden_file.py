@@ -12,7 +12,7 @@ from .._common.local_path import local_path
 from .._common.store_error import format_error, os_errors
 from ..checkpoint._compare.digest import digest
 from ..collectives._arguments import optional_group
-from ..collectives._consensus import agree
+from ..collectives._consensus import gather_values
 from ..errors import FormatError, StoreNotFoundError
 from ..state._digest import Digest
 
@@ -77,17 +77,13 @@ def assert_digest(
     check_flags(update=update)
     group = optional_group(group)
     current = digest(state, group=group)
-    error, text = None, b""
-    if group is None or group.rank == 0:
-        try:
-            text = _write(current, path) if update else _read(path)
-        except Exception as raised:
-            error = raised
-            if group is None:
-                raise
-    if group is not None:
-        agree(group, "assert_digest", error)
-        text = group.gather_bytes(text)[0]
+
+    def use_file() -> str:
+        if group is not None and group.rank > 0:
+            return ""
+        return _write(current, path) if update else _read(path)
+
+    text = use_file() if group is None else gather_values(group, "assert_digest", use_file)[0]
     difference = Digest.from_json(text).diff(current)
     if not difference.identical:
         raise AssertionError(
@@ -96,20 +92,20 @@ def assert_digest(
         )
 
 
-def _write(current: Digest, path: str | os.PathLike[str]) -> bytes:
+def _write(current: Digest, path: str | os.PathLike[str]) -> str:
     """Write a digest to a file, sorted by name; return the text."""
-    text = Digest(dict(sorted(current.items()))).to_json().encode()
+    text = Digest(dict(sorted(current.items()))).to_json()
     with os_errors("cannot write the digest", path):
-        Target.of(path).write_content(lambda file: file.write(text))
+        Target.of(path).write_content(lambda file: file.write(text.encode()))
     return text
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+def _read(path: str | os.PathLike[str]) -> str:
     """Return the text of a digest in a file."""
     try:
         with os_errors("cannot read the digest", path):
             text = Path(local_path(path)).read_bytes()
-        Digest.from_json(text)
+        return Digest.from_json(text).to_json()
     except StoreNotFoundError as error:
         reason = "there is no digest to compare with; pass update=True to write it"
         raise StoreNotFoundError(error.errno, reason, path, path=os.fspath(path)) from None
@@ -117,4 +113,3 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         raise format_error(
             f"{os.fspath(path)}: {error}; pass update=True to write it", path
         ) from None
-    return text

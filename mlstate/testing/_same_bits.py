@@ -12,13 +12,15 @@ from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import INTEGERS, label_of, name_of
 from .._common.text import count_text, shorten
 from .._sharding.layout import Shard
-from ..checkpoint._compare.digest import parts_of, readers_of
+from ..checkpoint._compare.digest import parts_of, read_digest, readers_of
+from ..collectives._arguments import optional_group
+from ..collectives._consensus import gather_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .._types import NDArray
-    from ..state._digest import Part
+    from ..collectives import ProcessGroup
 
 _LISTED = 20  # tensors in an error
 _NAME_CHARACTERS = 80  # of a name in it
@@ -27,7 +29,7 @@ _SOUGHT = 1 << 24  # most elements of a tensor whose relation to another one is 
 _SLICES = 1 << 16  # most slices along an axis for this
 _PLACES = 100  # most places in which a slice is sought
 _MOST_PARTS = 16  # into which an axis may be divided
-_ZEROS = (0, 0)  # the digest of zeros
+_ZEROS = ((0, 0), "0" * 32)  # the digests of zeros
 
 # The bits of infinity, or of the largest value of a dtype without it: greater ones are NaN.
 _LARGEST = {
@@ -41,7 +43,9 @@ _LARGEST = {
 _COMPONENTS = {"complex64": "float32", "complex128": "float64"}
 
 
-def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
+def assert_same_bits(
+    actual: Any, expected: Any, *, ulps: int = 0, group: ProcessGroup | None = None
+) -> None:
     """Raise AssertionError unless two states have the same names, dtypes, shapes and bits.
 
     The states are first compared by their digests, so equal tensors are read once and not copied.
@@ -55,6 +59,9 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
         Floating-point and complex elements may differ by this many units in the last place, which
         is the number of representable values from one to the other. If it is above 0, zeros of both
         signs are equal, and so are all NaN.
+    group : ProcessGroup, optional
+        The ranks that have the parts of the states; all of them call this. Both states may be
+        divided in their own way, or one of them whole.
 
     Raises
     ------
@@ -63,8 +70,11 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
         largest distance in units in the last place (of integers: the difference), the first index
         and both values. It also names relations: a tensor that is equal to another one, or to a
         transpose, a part or a shift of the expected one, or that has its parts in another order.
+        With `group`, it is the same on every rank.
     TypeError, ValueError
         `ulps` is not an integer from 0, or a value is not a state.
+    CompatibilityError
+        With `group`, as for `mlstate.digest`.
     StoreError, FormatError, ChecksumError
         As for `load`.
 
@@ -90,22 +100,54 @@ def assert_same_bits(actual: Any, expected: Any, *, ulps: int = 0) -> None:
     """
     __tracebackhide__ = True
     ulps = check_int("ulps", ulps, 0)
-    parts = parts_of(actual, None), parts_of(expected, None)
-    differing = {name: part for name, part in parts[0].items() if part != parts[1].get(name)}
-    missing = [name for name in parts[1] if name not in parts[0]]
-    if not differing and not missing:
+    group = optional_group(group)
+    ranks = 1 if group is None else group.world_size
+    parts: list[Mapping[str, Any]] = [
+        parts_of(state, None) if ranks == 1 else read_digest(state, group)
+        for state in (actual, expected)
+    ]
+    names = [*dict.fromkeys([*parts[0], *parts[1]])]
+    differing = [name for name in names if parts[0].get(name) != parts[1].get(name)]
+    if not differing:
         return
-    readers = readers_of(actual), readers_of(expected)
-    findings = {}
-    for name, part in differing.items():
-        lines = ["only in the actual state"]
-        if name in parts[1]:
-            lines = _compare(readers[0][name](), readers[1][name](), ulps)
-        if lines:
-            findings[name] = lines + _equal_names(name, part, parts[1])
-    findings |= {name: ["only in the expected state"] for name in missing}
+
+    def find() -> dict[str, list[str]]:
+        readers = readers_of(actual, ranks), readers_of(expected, ranks)
+        return {name: _find(name, parts, readers, ulps) for name in differing}
+
+    by_rank = [find()] if group is None else gather_values(group, "assert_same_bits", find)
+    findings = {name: _joined([each[name] for each in by_rank]) for name in differing}
+    findings = {name: lines for name, lines in findings.items() if lines}
     if findings:
-        raise AssertionError(_report(findings, len({**parts[0], **parts[1]}), ulps))
+        raise AssertionError(_report(findings, len(names), ulps))
+
+
+def _find(
+    name: str,
+    parts: Sequence[Mapping[str, Any]],
+    readers: Sequence[Mapping[str, Callable[[], Any]]],
+    ulps: int,
+) -> list[str]:
+    """Return lines about a tensor whose digests differ; `parts`: digests in both states."""
+    for label, other in (("actual", parts[1]), ("expected", parts[0])):
+        if name not in other:
+            return [f"only in the {label} state", *_equal_names(name, *parts)]
+    tensors = [each[name]() for each in readers if name in each]  # of this rank
+    lines = ["this rank has it in one state only"] if len(tensors) == 1 else []
+    if len(tensors) == 2:
+        lines = _compare(tensors[0], tensors[1], ulps)
+    return lines and [*lines, *_equal_names(name, *parts)]
+
+
+def _joined(by_rank: Sequence[list[str]]) -> list[str]:
+    """Return the lines about one tensor of all ranks; equal lines once."""
+    if all(lines == by_rank[0] for lines in by_rank):
+        return by_rank[0]
+    return [
+        f"rank {rank}: {line}" if number == 0 else line
+        for rank, lines in enumerate(by_rank)
+        for number, line in enumerate(lines)
+    ]
 
 
 def _report(findings: Mapping[str, list[str]], count: int, ulps: int) -> str:
@@ -119,11 +161,11 @@ def _report(findings: Mapping[str, list[str]], count: int, ulps: int) -> str:
     return "\n".join(texts)
 
 
-def _equal_names(name: str, part: Part, others: Mapping[str, Part]) -> list[str]:
+def _equal_names(name: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return a line with the other tensors that have the values of a tensor, if there are any."""
-    if part.lanes == _ZEROS:
+    if name not in actual or actual[name][-1] in _ZEROS:
         return []
-    equal = [repr(other) for other in others if other != name and others[other] == part]
+    equal = [repr(other) for other in expected if other != name and expected[other] == actual[name]]
     return [f"it is equal to the expected {' and '.join(equal[:3])}"] if equal else []
 
 

@@ -6,7 +6,7 @@ from needs import needs
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard
-from mlstate.testing import assert_same_bits
+from mlstate.testing import assert_same_bits, run_ranks
 
 WHOLE = np.random.default_rng(0).normal(size=(6, 6)).astype(np.float32)
 NAN = np.array([0x7FC00001, 0x3F800000], np.uint32).view(np.float32)
@@ -233,6 +233,49 @@ def test_a_shard_is_compared_with_its_part_of_the_whole(layout):
         assert lines[0].startswith(f"part 1 of {layout.parts}, ") and lines[-1] == text
     assert lines_of(shard, layout.shard(WHOLE, 0))[0].startswith("another part: Shard(1 of ")
     assert "shape" in lines_of(shard, WHOLE.reshape(4, 9))[0]
+
+
+def test_ranks_compare_their_parts_and_raise_one_error(tmp_path):
+    mlstate.save(tmp_path / "c", {"w": WHOLE, "b": LINE}, digest=True)
+    rows, columns = Layout.rows(3), Layout.axis(1, 3)
+    sides = {  # what each rank has of the expected state
+        "path": lambda rank: tmp_path / "c",
+        "rows": lambda rank: {"w": rows.shard(WHOLE, rank), "b": LINE},
+        "columns": lambda rank: {"w": columns.shard(WHOLE, rank), "b": LINE},
+        "one rank": lambda rank: {"w": WHOLE, "b": LINE} if rank == 2 else {},
+    }
+
+    def compare(group, weight):
+        actual = {"w": rows.shard(weight, group.rank), "b": LINE}
+        texts = []
+        for expected in sides.values():
+            try:
+                assert_same_bits(actual, expected(group.rank), group=group)
+            except AssertionError as error:
+                texts.append(str(error))
+        return texts
+
+    assert run_ranks(3, lambda group: compare(group, WHOLE)) == [[]] * 3
+    errors = run_ranks(3, lambda group: compare(group, changed(WHOLE, (2, 2), 7)))
+    assert errors == errors[:1] * 3
+    lines = [text.splitlines() for text in errors[0]]
+    for each in lines[:2]:
+        assert each[0] == "1 of 2 tensors differ" and len(each) == 3
+        assert each[1].startswith("w: rank 1: part 1 of 3, 1 of 12 elements differ, by at most ")
+        assert each[2].startswith("  first at [0, 2]: 7.0 (actual), ")
+    assert lines[2][1].startswith("w: rank 0: another part: Shard(0 of 3 ") and len(lines[2]) == 4
+    one_state = "this rank has it in one state only"
+    assert lines[3][1:] == [f"w: rank 0: {one_state}", f"  rank 1: {one_state}"]
+
+
+def test_ranks_together_must_have_all_of_a_tensor():
+    def compare(group):
+        shard = Layout.rows(4).shard(WHOLE, group.rank)
+        with pytest.raises(mlstate.CompatibilityError, match="24 of the 36") as raised:
+            assert_same_bits({"w": WHOLE}, {"w": shard}, group=group)
+        return raised.value.name
+
+    assert run_ranks(2, compare) == ["w"] * 2
 
 
 def test_checkpoints_are_compared_by_the_names_of_their_digests(tmp_path):

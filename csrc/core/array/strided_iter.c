@@ -147,7 +147,7 @@ size_t mls_swap_unit(mls_dtype dtype)
 
 typedef uint64_t swap_words __attribute__((vector_size(32)));
 
-/* Reverse the bytes of each unit among `bytes` bytes, at most those of swap_words. */
+/* Reverse the bytes of each unit in place; `bytes`: of all, at most a swap_words. */
 static inline void swap_in_words(unsigned char *items, size_t bytes, size_t unit)
 {
     const uint64_t odd_bytes = 0x00FF00FF00FF00FFU, odd_pairs = 0x0000FFFF0000FFFFU;

@@ -15,16 +15,15 @@ from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._common.set_module import set_module
 from ..._common.text import shorten
 from ..._sharding.backend import ShardBackend
-from ...collectives._consensus import agree
+from ...collectives._consensus import gather_values
 from ...errors import ChecksumError
 from ...state._digest import (
     Digest,
     Part,
     add_lanes,
     join_parts,
-    pack_parts,
     part_of,
-    unpack_parts,
+    parts_from_json,
 )
 from .._loaded_state import LoadedState
 from .._save.content import states_of
@@ -101,17 +100,15 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     >>> run_ranks(3, divided)[0] == mlstate.digest({"w": weights})
     True
     """
+    return read_digest(what, group, recorded=True)
+
+
+def read_digest(state: Any, group: ProcessGroup | None, *, recorded: bool = False) -> Digest:
+    """Return the digest of a state or a path; `recorded`: as for `_stored_parts`."""
     if group is None or group.world_size == 1:
-        return join_parts([parts_of(what, None, recorded=True)])
-    parts: dict[str, Part] = {}
-    error = None
-    try:
-        parts = parts_of(what, group, recorded=True)
-    except Exception as raised:
-        error = raised
-    agree(group, "digest", error)
-    messages = group.gather_bytes(pack_parts(parts))
-    return join_parts([*map(unpack_parts, messages or ())])
+        return join_parts([parts_of(state, None, recorded=recorded)])
+    values = gather_values(group, "digest", lambda: parts_of(state, group, recorded=recorded))
+    return join_parts([*map(parts_from_json, values)])
 
 
 def digest_of(source: Source, progress: CountedProgress) -> Digest:
@@ -267,12 +264,15 @@ def _large_part(side: Side, section: int, key: str) -> Part:
     return Part(record.dtype, record.shape, box, lanes)
 
 
-def readers_of(what: Any) -> dict[str, Callable[[], Any]]:
-    """Return for each tensor that `digest` counts, by its name, a function that returns it."""
-    if not isinstance(what, str | os.PathLike):
-        arrays, readers = _live_entries(what, 1), {}
+def readers_of(state: Any, ranks: int) -> dict[str, Callable[[], Any]]:
+    """Return for each tensor that `digest` counts, by its name, a function that returns it.
+
+    `ranks`: that hold a state in memory together; each reads its parts.
+    """
+    if not isinstance(state, str | os.PathLike):
+        arrays, readers = _live_entries(state, ranks), {}
     else:
-        source = open_source(what)
+        source = open_source(state)
         side = source.attempt(lambda: Side(source, verify=True))
         arrays = _nested_arrays(side)
         readers = {

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mlstate
+from mlstate.testing import assert_same_bits
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(200)]
 
@@ -28,6 +29,16 @@ def test_wrappers_do_not_change_the_digest(group):
         module = wrap(model())
         optimizer = trained(module)
         assert of_run(module, optimizer, group) == expected
+        unsharded = model()
+        states = [
+            {"model": module, "optimizer": optimizer},
+            {"model": unsharded, "optimizer": trained(unsharded)},
+        ]
+        assert_same_bits(*states, group=group)
+        with torch.no_grad():
+            unsharded[0].bias[4] += 1  # in the part of the second of two ranks, the third of four
+        text = f"0.bias: rank {group.world_size // 2}: part "
+        raises(AssertionError, text, assert_same_bits, *states, group=group)
         mlstate.save(folder / wrap.__name__, module, optimizer, group=group)
         assert mlstate.digest(folder / wrap.__name__, group=group) == expected
 

@@ -272,7 +272,7 @@ def test_a_sharded_module_without_its_group_is_refused(group, tmp_path):
         module = wrapped(kind)
         optimizer = trained(module)
         folder = tmp_path / f"alone-{kind}-{group.rank}"
-        words = f"is spread over {world} ranks, and 1 saves: pass group="
+        words = f"is spread over {world} ranks, and 1 takes part: pass group="
         error = raises(ValueError, words, mlstate.save, folder, module, optimizer)
         assert re.match(r"'(0|1|3)\.(weight|bias)' ", str(error)), error
         raises(ValueError, words, mlstate.save, folder, module)

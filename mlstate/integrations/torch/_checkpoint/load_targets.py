@@ -84,8 +84,8 @@ def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
     """Return the error for a tensor on `parts` ranks if only `ranks` ranks take part."""
     return ValueError(
         f"{name!r} is spread over {parts} ranks, and {ranks} "
-        f"{'saves' if ranks == 1 else 'save'}: pass group= with all ranks that have a part, and "
-        "make this call on each of them"
+        f"{'takes' if ranks == 1 else 'take'} part: pass group= with all ranks that have a part, "
+        "and make this call on each of them"
     )
 
 
