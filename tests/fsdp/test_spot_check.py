@@ -1,5 +1,8 @@
 """`SpotCheck`: faults are found in their turn and attributed to the right rank; no false alarm."""
 
+from functools import partial
+
+import mpi_jobs
 import numpy as np
 import pytest
 from needs import needs
@@ -64,46 +67,81 @@ def drawn_faults(count):
         yield int(rng.integers(RANKS)), name, bit, start, start + int(rng.integers(ROTATION))
 
 
+def persistent_faults(group, count):
+    """The rank and the parameter of the first error of each fault."""
+    errors = []
+    for faulty, name, bit, start, _ in drawn_faults(count):
+
+        def spoil(_, gradients, arguments=(group.rank == faulty, name, bit)):
+            if arguments[0]:
+                flip(gradients, *arguments[1:])
+
+        def recompute(leaf, spoil=spoil):
+            gradients = gradients_of(leaf)
+            spoil(0, gradients)
+            return gradients
+
+        check = SpotCheck(group, recompute, every=EVERY)
+        errors.append(steps_of_a_rotation(group, check, start, spoil)[:2])
+    return errors
+
+
+def transient_faults(group, count):
+    """The rank, the parameter and the step of the error of each fault, or None."""
+    check, errors = SpotCheck(group, gradients_of, every=EVERY), []
+    for faulty, name, bit, start, at in drawn_faults(count):
+
+        def spoil(step, gradients, arguments=(group.rank == faulty, at, name, bit)):
+            if arguments[0] and step == arguments[1]:
+                flip(gradients, *arguments[2:])
+
+        errors.append(steps_of_a_rotation(group, check, start, spoil))
+    return errors
+
+
+def clean_checks(group, count):
+    """The number of checks that raised no error."""
+    check = SpotCheck(group, gradients_of, every=1)
+    return sum(
+        check.compare(step, leaf_of(group, step), gradients_of(leaf_of(group, step)))
+        for step in range(count)
+    )
+
+
+def outcomes(group, count):
+    """The results of all kinds of gradients."""
+    return [run(group, count) for run in (persistent_faults, transient_faults, clean_checks)]
+
+
 def test_persistent_faults_are_found_within_a_rotation_and_attributed():
-    def inject(group):
-        errors = []
-        for faulty, name, bit, start, _ in drawn_faults(tries(500)):
-
-            def spoil(_, gradients, arguments=(group.rank == faulty, name, bit)):
-                if arguments[0]:
-                    flip(gradients, *arguments[1:])
-
-            def recompute(leaf, spoil=spoil):
-                gradients = gradients_of(leaf)
-                spoil(0, gradients)
-                return gradients
-
-            check = SpotCheck(group, recompute, every=EVERY)
-            errors.append(steps_of_a_rotation(group, check, start, spoil)[:2])
-        return errors
-
-    expected = [(faulty, name) for faulty, name, *_ in drawn_faults(tries(500))]
-    assert run_ranks(RANKS, inject) == [expected] * RANKS
+    count = tries(500)
+    expected = [(faulty, name) for faulty, name, *_ in drawn_faults(count)]
+    assert run_ranks(RANKS, partial(persistent_faults, count=count)) == [expected] * RANKS
 
 
 def test_transient_faults_are_found_if_their_leaf_is_checked():
-    def inject(group):
-        check, errors = SpotCheck(group, gradients_of, every=EVERY), []
-        for faulty, name, bit, start, at in drawn_faults(tries(500)):
-
-            def spoil(step, gradients, arguments=(group.rank == faulty, at, name, bit)):
-                if arguments[0] and step == arguments[1]:
-                    flip(gradients, *arguments[2:])
-
-            errors.append(steps_of_a_rotation(group, check, start, spoil))
-        return errors
-
+    count = tries(500)
     expected = [
         (faulty, name, at) if at % EVERY == 0 and at // EVERY % RANKS == faulty else None
-        for faulty, name, _, _, at in drawn_faults(tries(500))
+        for faulty, name, _, _, at in drawn_faults(count)
     ]
-    assert run_ranks(RANKS, inject) == [expected] * RANKS
+    assert run_ranks(RANKS, partial(transient_faults, count=count)) == [expected] * RANKS
     assert any(expected)
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("gloo", marks=[pytest.mark.torch, needs("torch")]),
+        pytest.param("mpi", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_are_processes_find_the_same_faults(engine, count, monkeypatch):
+    if engine == "mpi":
+        mpi_jobs.put_in_path(monkeypatch)
+    expected = run_ranks(RANKS, partial(outcomes, count=count))
+    assert run_ranks(RANKS, partial(outcomes, count=count), engine) == expected
 
 
 def test_the_share_of_leaves_that_are_checked_is_the_stated_probability():
@@ -124,15 +162,7 @@ def test_the_share_of_leaves_that_are_checked_is_the_stated_probability():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_clean_checks_raise_no_alarm(ranks):
     checks = tries(10_000) // 3
-
-    def train(group):
-        check = SpotCheck(group, gradients_of, every=1)
-        return sum(
-            check.compare(step, leaf_of(group, step), gradients_of(leaf_of(group, step)))
-            for step in range(checks)
-        )
-
-    assert run_ranks(ranks, train) == [checks] * ranks
+    assert run_ranks(ranks, partial(clean_checks, count=checks)) == [checks] * ranks
 
 
 def test_every_rank_is_recomputed_by_every_other_rank():
