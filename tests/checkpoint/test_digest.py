@@ -76,6 +76,13 @@ def test_a_file_has_the_digest_of_its_arrays(tmp_path, name):
     assert mlstate.digest(path) == mlstate.digest(MODEL)
 
 
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_a_file_of_either_byte_order_has_the_same_digest(tmp_path, order):
+    arrays = {name: array.astype(array.dtype.newbyteorder(order)) for name, array in MODEL.items()}
+    np.savez(tmp_path / "w.npz", **arrays)
+    assert mlstate.digest(tmp_path / "w.npz") == mlstate.digest(MODEL)
+
+
 def test_a_flipped_bit_is_an_error_and_no_digest(folder):
     file = max((folder / "c").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())

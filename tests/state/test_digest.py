@@ -23,6 +23,7 @@ LAYOUTS = [
     Layout.rows(3),
     Layout.axis(1, 4),
     Layout.axis(2, 5),
+    Layout.rows(9),  # two parts are empty
     Layout.flat(4),
     Layout([(1, 2), ("flat", 3)]),
     Layout([(2, 2), (0, 2)]),
@@ -100,6 +101,37 @@ def test_parts_of_any_layout_have_the_digest_of_the_whole(layout, dtype):
 
     def divided(group):
         return mlstate.digest({"w": layout.shard(full, group.rank)}, group=group)
+
+    expected = mlstate.digest({"w": full})
+    assert run_ranks(layout.parts, divided) == [expected] * layout.parts
+
+
+def padded(part):
+    """The same part in a larger buffer, as parts with padding are."""
+    buffer = np.ones([length + 3 for length in part.shape], part.dtype)
+    view = buffer[tuple(slice(1, length + 1) for length in part.shape)]
+    view[...] = part
+    return view
+
+
+MEMORY = {
+    "padded": padded,
+    "every second element": lambda part: np.repeat(part, 2, axis=-1)[..., ::2],
+    "backward": lambda part: part[..., ::-1].copy()[..., ::-1],
+    "Fortran order": np.asfortranarray,
+    "big-endian": lambda part: part.astype(part.dtype.newbyteorder(">")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("kind", MEMORY)
+def test_the_memory_of_a_part_does_not_count(layout, kind):
+    full = random_array(2, "<f4", (7, 5, 6))
+
+    def divided(group):
+        part = MEMORY[kind](layout.shard(full, group.rank).array)
+        shard = Shard(part, layout, group.rank, shape=full.shape)
+        return mlstate.digest({"w": shard}, group=group)
 
     expected = mlstate.digest({"w": full})
     assert run_ranks(layout.parts, divided) == [expected] * layout.parts

@@ -84,6 +84,9 @@ def test_ranks_compare_their_parts_with_one_file(path):
 
     texts = run_ranks(3, lambda group: refused(group, errors.StoreNotFoundError))
     assert all("pass update=True" in text for text in texts) and texts[1].startswith("rank 0: ")
+    path.write_text('{"version": 2, "tensors": {}}')
+    texts = run_ranks(3, lambda group: refused(group, FormatError))
+    assert all("golden.json: the digest has version 2, " in text for text in texts)
     run_ranks(3, lambda group: divided(group, update=True))
     assert_digest(STATE, path)
     run_ranks(3, divided)
