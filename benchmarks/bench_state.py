@@ -7,7 +7,9 @@ torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +23,7 @@ from rows import Bar, Row, Ways
 
 import mlstate
 from mlstate import StateDict, _core
+from mlstate._common.dtypes import EXTENSIONS, stored_dtype
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
 torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
@@ -208,8 +211,18 @@ def loading(run: Run) -> Iterator[Row]:
 # ---- digests ----
 
 
+def repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+DIGESTED = (
+    "float32", "float64", "bfloat16", "int8", "bool", "complex64", "float4_e2m1fn_x2",
+)  # fmt: skip
+
+
 def digests(run: Run) -> Iterator[Row]:
-    """Digest a gigabyte, and columns of a matrix, compared with a copy of the same bytes."""
+    """Digest a gigabyte, dtypes, and columns of a matrix, compared with a copy of the bytes."""
     source = large("float32")
     target = {name: np.empty_like(array) for name, array in source.items()}
     copy = {"np.copyto, 1 thread": partial(copy_each, target, source)}
@@ -224,6 +237,22 @@ def digests(run: Run) -> Iterator[Row]:
             nbytes=bytes_of(source),
         )
     mlstate.set_num_threads(1)
+    # in the cache, and beyond it; other programs change the time of a thread less than the clock
+    for name, (kib, times) in itertools.product(DIGESTED, ((256, 100), (65_536, 1))):
+        dtype = stored_dtype(name) if name in EXTENSIONS else np.dtype(name)
+        array = np.random.default_rng(0).integers(0, 2, kib << 10, np.uint8).view(dtype)
+        part = partial(_core.digest_part, array, array.shape, (0,))
+        into = partial(np.copyto, np.empty_like(array), array)
+        yield Row(
+            f"digest, {kib:,} KiB of {name}, 1 thread, {times} times",
+            {"digest": partial(repeat, part, times)},
+            {},
+            {"np.copyto": partial(repeat, into, times)},
+            [Bar("digest", 1.0, "np.copyto", faster=True)] if times == 1 else [],
+            base="np.copyto",
+            nbytes=array.nbytes * times,
+            clock=time.thread_time_ns,
+        )
     matrix = np.random.default_rng(0).random((4096, 8192), np.float32)
     for columns in (16, 64, 256, 1024):
         part = matrix[:, 512 : 512 + columns]
@@ -236,6 +265,7 @@ def digests(run: Run) -> Iterator[Row]:
             [Bar("digest", 1.0, "np.copyto", faster=True)],
             base="np.copyto",
             nbytes=part.nbytes,
+            clock=time.thread_time_ns,
         )
 
 
