@@ -85,6 +85,19 @@ def by_dcp(folder: Path) -> Callable[[], State]:
     return load
 
 
+def by_torch_checkpointing(folder: Path) -> Callable[[], State]:
+    """torch_checkpointing, in this process, without direct I/O, which some disks refuse."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=storage)
+    manager = CheckpointManager(config)
+    manager.save(str(folder / "c"), {"model": tensors()})
+    return lambda: dict(manager.load(folder / "c", into={"model": zeros()})["model"])
+
+
 def by_orbax(folder: Path) -> Callable[[], State]:
     """Orbax, arrays of NumPy in a tree."""
     import orbax.checkpoint as ocp
@@ -132,6 +145,7 @@ LIBRARIES = {
     "torch": by_torch,
     "safetensors": by_safetensors,
     "torch DCP": by_dcp,
+    "torch_checkpointing": by_torch_checkpointing,
     "orbax-checkpoint": by_orbax,
     "zarr": by_zarr,
     "tensorstore": by_tensorstore,
