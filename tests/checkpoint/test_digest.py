@@ -7,7 +7,8 @@ import pytest
 
 import mlstate
 from mlstate import ChecksumError
-from mlstate.checkpoint import CheckpointManager, _digest
+from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint._compare import digest as reading
 from mlstate.cli import main
 from mlstate.state import Digest, OptimizerStateDict
 from mlstate.testing import run_ranks
@@ -56,9 +57,9 @@ def test_a_checkpoint_has_the_digest_of_its_states(tmp_path, options):
 def test_a_tensor_above_the_bound_is_read_in_parts(folder, monkeypatch):
     expected = mlstate.digest(folder / "c")
     read = []
-    part_of = _digest.part_of
-    monkeypatch.setattr(_digest, "part_of", lambda a: read.append(a.nbytes) or part_of(a))
-    monkeypatch.setattr(_digest, "PART_BYTES", 1000)
+    part_of = reading.part_of
+    monkeypatch.setattr(reading, "part_of", lambda a: read.append(a.nbytes) or part_of(a))
+    monkeypatch.setattr(reading, "PART_BYTES", 1000)
     mlstate.reshard(folder / "c", folder / "rows", layout="rows", world_size=3)
     for path in (folder / "c", folder / "rows"):
         read.clear()
