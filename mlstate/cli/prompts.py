@@ -73,6 +73,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}",
         f"model: {prompt.model}, fingerprint sha256:{prompt.fingerprint}",
         f"tokens: {' '.join(map(str, tokens[:_TOKENS]))}{more}",
+        *(f"extra of token {position}: {digest}" for position, digest in prompt.extra.items()),
     ]
     rows = [(e["name"], e["kind"], tuple(e["shape"]), e["dtype"]) for e in entries]
     columns = ["entry", "kind", "shape without positions", "dtype"]

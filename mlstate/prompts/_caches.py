@@ -161,8 +161,10 @@ def check_encoder(spec: CacheSpec) -> None:
     """Raise CompatibilityError if a cache has a cross-attention: its keys depend on the encoder."""
     for entry in spec:
         if entry.name.startswith("cross."):
-            text = "a cross-attention depends on the input of the encoder: pass its digest as salt="
-            raise entry_error(entry.name, text, "salt=", None)
+            text = (
+                "a cross-attention depends on the input of the encoder: pass its digest as salt= "
+            )
+            raise entry_error(entry.name, f"{text}or extra={{0: digest}}", "salt=", None)
 
 
 def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:

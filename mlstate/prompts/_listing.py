@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.report import Table
 from ..errors import FormatError
 from ._match import SNAPSHOT, Head, head_of
+from ._prompt import shown_extras
 
 if TYPE_CHECKING:
     from .. import _core
@@ -29,6 +30,7 @@ class _Record(NamedTuple):
     last_used: int
     token_ids: NDArray
     description: bytes
+    extras: bytes
 
 
 class StoredPrompt(NamedTuple):
@@ -39,6 +41,7 @@ class StoredPrompt(NamedTuple):
     model: str  # its label
     length: int  # in tokens
     token_ids: list[NDArray]  # of each record
+    extra: dict[int, str]  # digests by position
     kind: str  # "snapshot" or "block"
     nbytes: int  # shared blocks included
     pinned: bool
@@ -56,6 +59,7 @@ class StoredPrompt(NamedTuple):
             "fingerprint": f"sha256:{self.fingerprint}",
             "model": self.model,
             "tokens": self.length,
+            "extra": self.extra,
             "kind": self.kind,
             "bytes": self.nbytes,
             "pinned": self.pinned,
@@ -64,12 +68,17 @@ class StoredPrompt(NamedTuple):
 
 
 def prompt_table(title: str, prompts: list[StoredPrompt]) -> Table:
-    """Return a row for each prompt."""
+    """Return a row for each prompt, with the number of its extras if one has some."""
     rows = [
         (p.key[:_DIGITS], p.model, p.length, p.kind, p.nbytes, "yes" if p.pinned else "no")
         for p in prompts
     ]
-    return Table(title, _COLUMNS, rows)
+    if not any(p.extra for p in prompts):
+        return Table(title, _COLUMNS, rows)
+    columns = [*_COLUMNS, "extra [n]"]
+    return Table(
+        title, columns, [(*row, len(p.extra)) for row, p in zip(rows, prompts, strict=True)]
+    )
 
 
 def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
@@ -102,6 +111,7 @@ def _prompt_of(tip: _Record, records: dict[bytes, _Record], path: str) -> Stored
         model="?" if head is None else head.label,
         length=sum(len(record.token_ids) for record in chain),
         token_ids=[record.token_ids for record in reversed(chain)],
+        extra=shown_extras(b"".join(record.extras for record in reversed(chain))),
         kind="snapshot" if tip.kind == SNAPSHOT else "block",
         nbytes=sum(record.nbytes for record in chain),
         pinned=tip.pinned,

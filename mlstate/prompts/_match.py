@@ -15,7 +15,7 @@ from ._layout import DIGEST_BYTES, StoredSpec
 
 if TYPE_CHECKING:
     from .. import _core
-    from .._types import NDArray
+    from ._prompt import Prompt
 
 BLOCK, SNAPSHOT = 0, 1  # kinds of records
 _HEAD = DIGEST_BYTES + 4  # offset of the head: it follows the digest and its own length
@@ -149,8 +149,8 @@ class Match:
         "_is_closed",
         "_key",
         "_log_match",
+        "_prompt",
         "_stored",
-        "_tokens",
         "length",
         "limit",
     )
@@ -160,7 +160,7 @@ class Match:
     _log_match: _core.PromptMatch
     _stored: StoredSpec | None
     _is_closed: bool
-    _tokens: NDArray
+    _prompt: Prompt
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
     _blocks: list[BlockRange]  # adjacent ones, from the first token on
@@ -207,7 +207,7 @@ class Match:
 
 def make_match(
     log_match: _core.PromptMatch,
-    tokens: NDArray,
+    prompt: Prompt,
     path: str,
     most: int,
     expected: StoredSpec | None,
@@ -215,8 +215,8 @@ def make_match(
 ) -> Match:
     """Return the match of at most `most` tokens.
 
-    `log_match`: the records that the core found, which the match owns. `tokens`: the prompt.
-    `path`: of the store. `expected`: the entries of its caches; None: not known yet. `key`: the
+    `log_match`: the records of `prompt` that the core found, which the match owns. `path`: of the
+    store. `expected`: the entries of its caches; None: not known yet. `key`: the
     fingerprint of the model as bytes. Records that are damaged or of other entries are logged and
     left out.
     """
@@ -224,7 +224,7 @@ def make_match(
         log("WARNING", "%s: %s: the record is left out", path, text)
     match = object.__new__(Match)
     match._is_closed = False
-    match._log_match, match._tokens, match._key = log_match, tokens, key
+    match._log_match, match._prompt, match._key = log_match, prompt, key
     match.length, match.limit, match._stored = 0, None, expected
     match._candidates, match._blocks = [], []
     heads = _heads(log_match, path)

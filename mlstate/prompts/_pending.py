@@ -6,8 +6,6 @@ import os
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from .. import _core
 from .._common.log import log
 from .._common.waiting import Waiters
@@ -18,13 +16,13 @@ from ._transfer import copied
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .._types import NDArray
+    from ._prompt import Prompt
 
 
 class _Put(NamedTuple):
-    """A put that is not written yet: its tokens, and the bytes of its copies."""
+    """A put that is not written yet: its prompt, and the bytes of its copies."""
 
-    tokens: NDArray
+    prompt: Prompt
     nbytes: int
 
 
@@ -56,26 +54,26 @@ class PendingPuts:
         if self._process != os.getpid():
             self._start()  # the thread may have held the lock
 
-    def common(self, ids: NDArray) -> int:
-        """Return the largest number of first tokens that `ids` shares with a prompt in the queue.
+    def common(self, prompt: Prompt) -> int:
+        """Return the largest number of first tokens that a prompt shares with one in the queue.
 
         0 for an empty queue. Blocks up to there need not be stored by the next put.
         """
         self._check_process()
         with self._lock:
-            return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
+            return max((prompt.common(put.prompt) for put in self._queue), default=0)
 
     def submit(
-        self, ids: NDArray, records: list[Any], write: Callable[[list[Any]], int]
+        self, prompt: Prompt, records: list[Any], write: Callable[[list[Any]], int]
     ) -> PutHandle:
         """Copy records and let the thread write them; return a handle with the result of `write`.
 
-        `ids`: the tokens of the prompt. `records`: as for `_core.PromptLog.put`; the last item of
-        each is a list of parts. `write`: called with the copied records. Waits until the budget has
+        `records`: of the prompt, as for `_core.PromptLog.put`; the last item of each is a list of
+        parts. `write`: called with the copied records. Waits until the budget has
         room. A put that exceeds the whole budget is written here, without copies; its errors are
         raised here.
         """
-        put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
+        put = _Put(prompt, sum(part.nbytes for *_, parts in records for part in parts))
         done = PutHandle()
         with _core.deferred_interrupts() as section:
             try:
@@ -118,7 +116,7 @@ class PendingPuts:
             if done.start():
                 written = write(records)
         except BaseException as error:
-            log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.tokens), error)
+            log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.prompt.ids), error)
             failed = error
         records.clear()  # frees the copies before another put gets their room
         self._forget(put)
@@ -136,10 +134,3 @@ class PendingPuts:
         """Wait until all puts are written, and end the thread; a later put starts another one."""
         self._check_process()
         self._thread.join()
-
-
-def _common_tokens(ids: NDArray, other: NDArray) -> int:
-    """Return how many first tokens two prompts share."""
-    count = min(len(ids), len(other))
-    different = np.flatnonzero(ids[:count] != other[:count])
-    return int(different[0]) if len(different) else count

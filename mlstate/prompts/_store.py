@@ -26,6 +26,7 @@ from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
 from ._match import BLOCK, SNAPSHOT, Candidate, Match, make_match, pack_meta, parts_of, windows_of
 from ._pending import PendingPuts
+from ._prompt import as_prompt
 from ._stops import Snapshots, checked_policy, positions
 from ._targets import Target, open_target
 from ._transfer import (
@@ -41,9 +42,9 @@ from ._transfer import (
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .._types import NDArray
     from ..kv import CacheState
     from ._fingerprint import Model
+    from ._prompt import Extra, Prompt
 
 _MOST_BLOCK = 65536  # tokens
 _PENDING = 256 << 20  # bytes
@@ -151,8 +152,8 @@ class PromptStore:
         self._path = local_folder(path)
         warn_of_rope(config, self._path)
         warn_of_split(config, self._path)
-        # Tokens up to the end of a damaged record; the key is its kind, and these tokens as bytes.
-        self._damaged: dict[tuple[int, bytes], NDArray] = {}
+        # Prompts up to the end of a damaged record; the key is its kind, and the prompt's key.
+        self._damaged: dict[tuple[int, tuple[bytes, bytes]], Prompt] = {}
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
         try:
@@ -178,13 +179,17 @@ class PromptStore:
 
     # ---- reading ----
 
-    def match(self, tokens: Any, *, full: bool = False) -> Match:
+    def match(self, tokens: Any, *, extra: Extra = None, full: bool = False) -> Match:
         """Find the longest stored beginning of a prompt.
 
         Parameters
         ----------
         tokens : sequence of int, ndarray or torch.Tensor, shape (n,) or (1, n)
             Token ids, from 0 to ``2**32 - 1``.
+        extra : mapping of int to bytes, str or int, optional
+            Digests of what placeholder tokens stand for, such as an image, by the position of the
+            first one. A digest counts for the block that has the position, and for all tokens
+            behind it: pass the same ones to `put`.
         full : bool
             Match all tokens. By default one token is left, so that a model computes the logits of
             the next one.
@@ -197,15 +202,15 @@ class PromptStore:
         Raises
         ------
         TypeError, ValueError
-            `tokens` are not integers in this range, or have several dimensions.
+            `tokens` are not integers in this range, or have several dimensions; `extra` has a
+            position without a token, or a digest of another type, or an empty or negative one.
         StoreError
             A file cannot be read.
         """
         check_flags(full=full)
-        ids = as_tokens(tokens)
-        log_match = self._log.match(self._key, ids, self._block)
-        most = len(ids) if full else max(len(ids) - 1, 0)
-        return make_match(log_match, ids, self._path, most, self._stored, self._key)
+        prompt = as_prompt(tokens, extra)
+        count = len(prompt.ids)
+        return self._match_of(prompt, count if full else max(count - 1, 0), self._stored)
 
     def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
         """Bring the tokens of a match into a cache.
@@ -320,8 +325,8 @@ class PromptStore:
                 start,
                 end,
             )
-            tokens = match._tokens[:end]
-            self._damaged[kind, tokens.tobytes()] = tokens
+            prompt = match._prompt.first(end)
+            self._damaged[kind, prompt.key()] = prompt
 
     # ---- writing ----
 
@@ -350,7 +355,13 @@ class PromptStore:
         return positions(self._policy, length, check_int("start", start, 0), self._block)
 
     def put(
-        self, tokens: Any, cache: Any, *, snapshot: bool = True, asynchronous: bool = False
+        self,
+        tokens: Any,
+        cache: Any,
+        *,
+        extra: Extra = None,
+        snapshot: bool = True,
+        asynchronous: bool = False,
     ) -> Any:
         """Store the tokens of a cache: the blocks that are not stored yet.
 
@@ -360,6 +371,8 @@ class PromptStore:
             All tokens that the cache holds.
         cache : CacheState, KVState, RollingKVState, ndarray, torch.Tensor or cache of an engine
             It is not changed. The first n positions of an array or a KVState hold the tokens.
+        extra : mapping of int to bytes, str or int, optional
+            As for `match`: digests of the images, of `tokens` only.
         snapshot : bool
             Also store the tokens after the last whole block, and the windows and states. False
             stores blocks only.
@@ -377,7 +390,8 @@ class PromptStore:
         CompatibilityError
             The cache has another number of tokens, several sequences, or other entries than the
             stored caches of this model; a slot of a window that is not written yet; or a
-            cross-attention, and the store no `salt`. Nothing is written. A ValueError.
+            cross-attention, without a `salt` of the store or an `extra` at position 0. Nothing is
+            written. A ValueError.
         StoreError
             The disk is full, the folder cannot be written, or another process writes for longer
             than `lock_timeout`. Earlier prompts are unharmed.
@@ -391,28 +405,29 @@ class PromptStore:
         that finds no room waits. `close` waits for all of them.
         """
         check_flags(snapshot=snapshot, asynchronous=asynchronous)
-        ids = as_tokens(tokens)
-        state = state_of(cache, len(ids), self._spec, self._model_type)
-        if self._needs_salt:
+        prompt = as_prompt(tokens, extra)
+        state = state_of(cache, len(prompt.ids), self._spec, self._model_type)
+        if self._needs_salt and not prompt.covers_all():
             check_encoder(state.spec)
         stored = StoredSpec(state.spec, layers_of(cache, state.spec))
         if asynchronous:
-            records = self._records(ids, state, stored, snapshot, self._pending.common(ids))
-            return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
-        return self._write(ids, self._records(ids, state, stored, snapshot, 0))
+            records = self._records(prompt, state, stored, snapshot, self._pending.common(prompt))
+            return self._pending.submit(prompt, records, lambda copies: self._write(prompt, copies))
+        return self._write(prompt, self._records(prompt, state, stored, snapshot, 0))
 
     def _records(
-        self, ids: NDArray, state: CacheState, stored: StoredSpec, snapshot: bool, pending: int
+        self, prompt: Prompt, state: CacheState, stored: StoredSpec, snapshot: bool, pending: int
     ) -> list[_Record]:
         """Return the records of a prompt that are not stored yet, with views of the arrays.
 
-        `ids`: all tokens of `state`. `stored`: its entries. `snapshot`: as for `put`. `pending`:
+        `prompt`: all tokens of `state`. `stored`: its entries. `snapshot`: as for `put`. `pending`:
         number of first tokens whose blocks an asynchronous put will store. First removes records
         that a restore found damaged. The first cache sets the entries of the store; later,
         CompatibilityError is raised for other ones.
         """
         self._drop_damaged()
-        with self._match_of(ids) as match:
+        ids = prompt.ids
+        with self._match_of(prompt) as match:
             for other in (self._stored, match._stored):
                 if other is not None and other.digest != stored.digest:
                     other.check(state.spec, "cache")
@@ -433,16 +448,23 @@ class PromptStore:
             records.append((SNAPSHOT, len(ids), meta, parts + more))
         return records
 
-    def _match_of(self, ids: NDArray) -> Match:
-        """Return the match of all tokens, with stored entries of any kind; the caller closes it."""
-        log_match = self._log.match(self._key, ids, self._block)
-        return make_match(log_match, ids, self._path, len(ids), expected=None, key=self._key)
+    def _match_of(
+        self, prompt: Prompt, most: int | None = None, expected: StoredSpec | None = None
+    ) -> Match:
+        """Return the match of at most `most` tokens; None: all. The caller closes it.
 
-    def _write(self, ids: NDArray, records: list[_Record]) -> int:
-        """Store records of the prompt `ids`; return how many of its tokens can be restored then."""
+        `expected`: the entries that count; None: any.
+        """
+        log_match = self._log.match(self._key, prompt.ids, self._block, prompt.extras)
+        most = len(prompt.ids) if most is None else most
+        return make_match(log_match, prompt, self._path, most, expected, self._key)
+
+    def _write(self, prompt: Prompt, records: list[_Record]) -> int:
+        """Store records of a prompt; return how many of its tokens can be restored then."""
         if records:
-            self._log.put(self._key, ids, self._block, records, self._max_bytes, self._timeout)
-        with self._match_of(ids) as match:
+            limits = self._max_bytes, self._timeout
+            self._log.put(self._key, prompt.ids, self._block, records, *limits, prompt.extras)
+        with self._match_of(prompt) as match:
             return match.length
 
     def _drop_damaged(self) -> None:
@@ -452,21 +474,24 @@ class PromptStore:
         """
         with self._repair_lock:
             # The longest first: a match ends at a block that was dropped.
-            for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
-                with closing(self._log.match(self._key, tokens, self._block)) as match:
+            for key, prompt in sorted(self._damaged.items(), key=lambda item: -len(item[1].ids)):
+                ids, extras = prompt.ids, prompt.extras
+                with closing(self._log.match(self._key, ids, self._block, extras)) as match:
                     for index, (kind, _, end, _) in enumerate(match.records):
-                        is_same = kind == key[0] and end == len(tokens)
+                        is_same = kind == key[0] and end == len(ids)
                         if is_same and has_damage(match, index):  # unless it was stored again
                             self._log.mark(match, [index], "drop", self._timeout)
                 self._damaged.pop(key, None)
 
-    def pin(self, tokens: Any) -> int:
+    def pin(self, tokens: Any, *, extra: Extra = None) -> int:
         """Protect the stored beginning of a prompt from eviction.
 
         Parameters
         ----------
         tokens : sequence of int, ndarray or torch.Tensor
             The prompt.
+        extra : mapping of int to bytes, str or int, optional
+            As for `match`.
 
         Returns
         -------
@@ -480,29 +505,29 @@ class PromptStore:
         TypeError, ValueError
             As for `match`.
         """
-        return self._mark_records(tokens, "pin")
+        return self._mark_records(as_prompt(tokens, extra), "pin")
 
-    def unpin(self, tokens: Any) -> int:
+    def unpin(self, tokens: Any, *, extra: Extra = None) -> int:
         """Undo `pin`; parameters, result and errors are the same.
 
         Pass as many tokens as `pin` returned: the pin of a shorter prompt stays, also if the prompt
         has grown since.
         """
-        return self._mark_records(tokens, "unpin")
+        return self._mark_records(as_prompt(tokens, extra), "unpin")
 
-    def delete(self, tokens: Any) -> int:
+    def delete(self, tokens: Any, *, extra: Extra = None) -> int:
         """Delete the stored beginning of a prompt; parts that other prompts share stay.
 
         Parameters, result and errors are the same as for `pin`.
         """
-        return self._mark_records(tokens, "delete")
+        return self._mark_records(as_prompt(tokens, extra), "delete")
 
-    def _mark_records(self, tokens: Any, operation: Literal["pin", "unpin", "delete"]) -> int:
+    def _mark_records(self, prompt: Prompt, operation: Literal["pin", "unpin", "delete"]) -> int:
         """Apply an operation to the records of a prompt; return the number of tokens concerned.
 
         To pin or unpin, the last records are enough: the core protects those before them.
         """
-        with self._match_of(as_tokens(tokens)) as match:
+        with self._match_of(prompt) as match:
             if match.length == 0:
                 return 0
             candidate = match._candidates[0]

@@ -37,13 +37,17 @@
 typedef struct mls_prompt_log mls_prompt_log;
 typedef struct mls_prompt_match mls_prompt_match;
 
-/* A prompt, borrowed. `block_tokens` is at least 1. */
+/* A prompt, borrowed. `block_tokens` is at least 1. An extra identifies what a token
+ * position stands for, such as an image: it counts for the record that has the position,
+ * and for all records after it. */
 typedef struct mls_prompt_prefix {
     const unsigned char *fingerprint;
     size_t fingerprint_bytes; /* 1 .. MLS_PROMPT_FINGERPRINT */
     const uint32_t *tokens;
     size_t count;
-    size_t block_tokens; /* 1 .. MLS_PROMPT_MAX_TOKENS */
+    size_t block_tokens;         /* 1 .. MLS_PROMPT_MAX_TOKENS */
+    const unsigned char *extras; /* see mls_prompt_extras_check */
+    size_t extra_count;
 } mls_prompt_prefix;
 
 /* Copy token ids from `view`, an array of integers, to memory that the caller frees with

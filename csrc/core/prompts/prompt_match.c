@@ -10,6 +10,7 @@
 
 #include "base/memory.h"
 #include "base/size.h"
+#include "prompts/prompt_extra.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -126,7 +127,8 @@ static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key 
             code = add_index_hit(s, number, parent, start, st);
         }
         if (i < count) {
-            mls_prompt_hash_tokens(&hash, s->prefix->tokens + start + i, 1);
+            mls_prompt_hash_range(&hash, s->log->id, kind, s->prefix, start + i,
+                                  start + i + 1);
         }
     }
     return code;
@@ -170,7 +172,8 @@ static mls_code propose_chain(search *s, mls_status *st)
             return code;
         }
         hash = mls_prompt_hash_begin(s->log->id, &parent, 0);
-        mls_prompt_hash_tokens(&hash, prefix->tokens + start, prefix->block_tokens);
+        mls_prompt_hash_range(&hash, s->log->id, 0, prefix, start,
+                              start + prefix->block_tokens);
         const mls_prompt_key key = mls_prompt_hash_key(&hash);
         const uint32_t number = mls_prompt_index_find(index, &key);
         if (number == MLS_PROMPT_NONE) {
@@ -199,6 +202,16 @@ static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens
     return equal;
 }
 
+/* Return whether the header has exactly the extras of these tokens of the prompt. */
+static bool extras_equal(const mls_prompt_header *header, const mls_prompt_prefix *prefix,
+                         size_t start, size_t end)
+{
+    size_t count;
+    const unsigned char *extras = mls_prompt_extras_between(prefix, start, end, &count);
+    return header->extra_count == count &&
+           (count == 0 || memcmp(header->extras, extras, MLS_PROMPT_EXTRA * count) == 0);
+}
+
 /* Return whether the header is of the record that hit `number` proposes, for this
  * prompt. */
 static bool header_matches_hit(const search *s, size_t number,
@@ -212,7 +225,8 @@ static bool header_matches_hit(const search *s, size_t number,
            mls_prompt_key_equal(&header->parent, &s->parents[number]) &&
            header->fingerprint_bytes == s->prefix->fingerprint_bytes &&
            memcmp(header->fingerprint, s->fingerprint, MLS_PROMPT_FINGERPRINT) == 0 &&
-           tokens_equal(header, s->prefix->tokens + hit->start, hit->end - hit->start);
+           tokens_equal(header, s->prefix->tokens + hit->start, hit->end - hit->start) &&
+           extras_equal(header, s->prefix, hit->start, hit->end);
 }
 
 /* Return the bytes of all parts of a record. */
@@ -241,6 +255,7 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
     hit->bytes = copy;
     hit->header = *header;
     hit->header.tokens = copy + (header->tokens - bytes);
+    hit->header.extras = copy + (header->extras - bytes);
     hit->header.parts = copy + (header->parts - bytes);
     hit->header.meta = copy + (header->meta - bytes);
     hit->payload_bytes = sum_parts(header);

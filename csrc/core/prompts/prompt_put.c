@@ -4,6 +4,7 @@
 
 #include "base/memory.h"
 #include "base/size.h"
+#include "prompts/prompt_extra.h"
 
 #include <string.h>
 
@@ -104,8 +105,9 @@ static void compute_chain(put_work *w)
     w->chain[0] = mls_prompt_hash_key(&hash);
     for (size_t i = 0; i < w->blocks; i++) {
         hash = mls_prompt_hash_begin(w->log->id, &w->chain[i], 0);
-        mls_prompt_hash_tokens(&hash, w->prefix->tokens + i * w->prefix->block_tokens,
-                               w->prefix->block_tokens);
+        mls_prompt_hash_range(&hash, w->log->id, 0, w->prefix,
+                              i * w->prefix->block_tokens,
+                              (i + 1) * w->prefix->block_tokens);
         w->chain[i + 1] = mls_prompt_hash_key(&hash);
     }
 }
@@ -124,9 +126,11 @@ static mls_code make_header(const put_work *w, const mls_prompt_item *item,
                                .part_count = item->part_count,
                                .meta = item->meta,
                                .meta_bytes = item->meta_bytes};
+    out->extras =
+        mls_prompt_extras_between(w->prefix, start, item->end, &out->extra_count);
     memcpy(out->fingerprint, w->fingerprint, MLS_PROMPT_FINGERPRINT);
     mls_prompt_hash hash = mls_prompt_hash_begin(w->log->id, &out->parent, item->kind);
-    mls_prompt_hash_tokens(&hash, w->prefix->tokens + start, out->token_count);
+    mls_prompt_hash_range(&hash, w->log->id, item->kind, w->prefix, start, item->end);
     out->key = mls_prompt_hash_key(&hash);
     uint64_t payload = 0;
     for (size_t i = 0; i < item->part_count; i++) {

@@ -4,8 +4,8 @@
  * Layout of a record's header, in bytes:
  *   0 magic, 4 checksum of the rest, 8 header_bytes, 12 type, 13 kind,
  *   14 fingerprint_bytes, 15 flags, 16 record_bytes, 24 put, 32 key, 48 parent,
- *   64 fingerprint, 96 end, 104 token_count, 108 part_count, 112 meta_bytes,
- *   128 tokens, parts, meta
+ *   64 fingerprint, 96 end, 104 words of tokens and extras, 108 part_count, 112
+ * meta_bytes, 116 extra_count, 128 tokens, extras, parts, meta
  */
 #include "prompts/prompt_record.h"
 
@@ -13,7 +13,12 @@
 
 #include <string.h>
 
-enum { MAGIC = 0x5270736d }; /* "mspR" */
+enum {
+    MAGIC = 0x5270736d,                 /* "mspR" */
+    EXTRA_WORDS = MLS_PROMPT_EXTRA / 4, /* an extra takes the place of so many tokens */
+    MAX_WORDS = MLS_PROMPT_MAX_TOKENS * (1 + EXTRA_WORDS),
+    EXTRA_KIND = 256 /* added to a kind, which is less */
+};
 
 bool mls_prompt_key_equal(const mls_prompt_key *a, const mls_prompt_key *b)
 {
@@ -108,6 +113,16 @@ void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_
     }
 }
 
+/* Continue a key with a digest. The key until now takes the place of the text, and the
+ * kind has a number that no record has, so no other text has the same words. */
+void mls_prompt_hash_extra(mls_prompt_hash *hash, const unsigned char *id, unsigned kind,
+                           const unsigned char *digest)
+{
+    const mls_prompt_key key = mls_prompt_hash_key(hash);
+    *hash = mls_prompt_hash_begin(id, &key, kind + EXTRA_KIND);
+    mix_bytes(hash, digest, (MLS_PROMPT_EXTRA - 4) / 8);
+}
+
 /* Return the key until now. End a copy of the hash: the last word has the length in its
  * highest byte. */
 mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash)
@@ -140,20 +155,28 @@ uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i)
     return mls_load_le32(header->tokens + 4 * i);
 }
 
-/* Return the bytes of a header with `tokens` tokens, `parts` parts and `meta` bytes of
- * meta, rounded up to units. The counts are limited, so their sum fits. */
-static size_t compute_header_bytes(size_t tokens, size_t parts, size_t meta)
+/* Return the bytes of a header with `words` words of tokens and extras, `parts` parts and
+ * `meta` bytes of meta, rounded up to units. The counts are limited, so their sum
+ * fits. */
+static size_t compute_header_bytes(size_t words, size_t parts, size_t meta)
 {
-    const size_t bytes = MLS_PROMPT_FIXED + 4 * tokens + MLS_PROMPT_PART * parts + meta;
+    const size_t bytes = MLS_PROMPT_FIXED + 4 * words + MLS_PROMPT_PART * parts + meta;
     return (bytes + MLS_PROMPT_UNIT - 1) / MLS_PROMPT_UNIT * MLS_PROMPT_UNIT;
 }
 
-/* Return whether a header may have so many tokens, parts and bytes of meta. */
-static bool counts_fit(size_t tokens, size_t parts, size_t meta)
+/* Return whether a header may have so many words, extras, parts and bytes of meta. */
+static bool counts_fit(size_t words, size_t extras, size_t parts, size_t meta)
 {
-    return tokens <= MLS_PROMPT_MAX_TOKENS && parts <= MLS_PROMPT_MAX_PARTS &&
-           meta <= MLS_PROMPT_MAX_META &&
-           compute_header_bytes(tokens, parts, meta) <= MLS_PROMPT_MAX_HEADER;
+    return words <= MAX_WORDS && extras <= words / EXTRA_WORDS &&
+           words - EXTRA_WORDS * extras <= MLS_PROMPT_MAX_TOKENS &&
+           parts <= MLS_PROMPT_MAX_PARTS && meta <= MLS_PROMPT_MAX_META &&
+           compute_header_bytes(words, parts, meta) <= MLS_PROMPT_MAX_HEADER;
+}
+
+/* Return the words of the tokens and extras of a header. */
+static size_t count_words(const mls_prompt_header *header)
+{
+    return header->token_count + EXTRA_WORDS * header->extra_count;
 }
 
 /* Set `*out` to `bytes` rounded up to whole units. Returns false on overflow, or if the
@@ -172,14 +195,16 @@ static bool round_record(uint64_t bytes, uint64_t *out)
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st)
 {
-    if (!counts_fit(header->token_count, header->part_count, header->meta_bytes)) {
+    const size_t words = count_words(header);
+    if (!counts_fit(words, header->extra_count, header->part_count, header->meta_bytes)) {
         return mls_fail(st, MLS_E_VALUE,
-                        "a record has %zu tokens, %zu parts and %zu bytes of meta: more "
-                        "than a header can hold",
-                        header->token_count, header->part_count, header->meta_bytes);
+                        "a record has %zu tokens, %zu extras, %zu parts and %zu bytes of "
+                        "meta: more than a header can hold",
+                        header->token_count, header->extra_count, header->part_count,
+                        header->meta_bytes);
     }
     header->header_bytes =
-        compute_header_bytes(header->token_count, header->part_count, header->meta_bytes);
+        compute_header_bytes(words, header->part_count, header->meta_bytes);
     uint64_t bytes;
     if (!mls_u64_add(header->header_bytes, payload, &bytes) ||
         !round_record(bytes, &header->record_bytes)) {
@@ -189,12 +214,16 @@ mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
     return MLS_OK;
 }
 
-/* Write tokens, parts and meta of a header one after the other to `out`. */
+/* Write tokens, extras, parts and meta of a header one after the other to `out`. */
 static void write_variable_parts(const mls_prompt_header *header, const uint32_t *tokens,
                                  const mls_prompt_part *parts, unsigned char *out)
 {
     for (size_t i = 0; i < header->token_count; i++, out += 4) {
         mls_store_le32(out, tokens[i]);
+    }
+    if (header->extra_count > 0) {
+        memcpy(out, header->extras, MLS_PROMPT_EXTRA * header->extra_count);
+        out += MLS_PROMPT_EXTRA * header->extra_count;
     }
     for (size_t i = 0; i < header->part_count; i++, out += MLS_PROMPT_PART) {
         mls_store_le64(out, parts[i].bytes);
@@ -206,8 +235,8 @@ static void write_variable_parts(const mls_prompt_header *header, const uint32_t
     }
 }
 
-/* Offsets of the fields of a record's header, behind its magic number. Tokens, parts and
- * meta follow at MLS_PROMPT_FIXED. */
+/* Offsets of the fields of a record's header, behind its magic number. Tokens, extras,
+ * parts and meta follow at MLS_PROMPT_FIXED. */
 enum {
     AT_CRC = 4,
     AT_HEADER_BYTES = 8,
@@ -221,9 +250,10 @@ enum {
     AT_PARENT = 48,
     AT_FINGERPRINT = 64,
     AT_END = 96,
-    AT_TOKENS = 104, /* their number */
-    AT_PARTS = 108,  /* their number */
-    AT_META = 112    /* its bytes */
+    AT_WORDS = 104, /* the number of tokens, and nine for each extra */
+    AT_PARTS = 108, /* their number */
+    AT_META = 112,  /* its bytes */
+    AT_EXTRAS = 116 /* their number */
 };
 
 /* Return the checksum of a header of `bytes` bytes: of all behind magic number and
@@ -252,9 +282,10 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
     memcpy(out + AT_PARENT, header->parent.bytes, MLS_PROMPT_KEY);
     memcpy(out + AT_FINGERPRINT, header->fingerprint, MLS_PROMPT_FINGERPRINT);
     mls_store_le64(out + AT_END, header->end);
-    mls_store_le32(out + AT_TOKENS, (uint32_t)header->token_count);
+    mls_store_le32(out + AT_WORDS, (uint32_t)count_words(header));
     mls_store_le32(out + AT_PARTS, (uint32_t)header->part_count);
     mls_store_le32(out + AT_META, (uint32_t)header->meta_bytes);
+    mls_store_le32(out + AT_EXTRAS, (uint32_t)header->extra_count);
     write_variable_parts(header, tokens, parts, out + MLS_PROMPT_FIXED);
     header->crc = checksum_header(out, header->header_bytes, crc);
     mls_store_le32(out + AT_CRC, header->crc);
@@ -278,8 +309,8 @@ bool mls_prompt_header_begins(const unsigned char *data)
 }
 
 /* Set `*out` to the header at `data`, whose lengths are valid and whose checksum was
- * compared: its fields at fixed offsets, and pointers to tokens, parts and meta. There
- * are two types; a store with another one has another version of the format. */
+ * compared: its fields at fixed offsets, and pointers to tokens, extras, parts and meta.
+ * There are two types; a store with another one has another version of the format. */
 static void read_fields(const unsigned char *data, mls_prompt_header *out)
 {
     *out = (mls_prompt_header){
@@ -289,7 +320,7 @@ static void read_fields(const unsigned char *data, mls_prompt_header *out)
         .flags = data[AT_FLAGS],
         .put = mls_load_le64(data + AT_PUT),
         .end = mls_load_le64(data + AT_END),
-        .token_count = mls_load_le32(data + AT_TOKENS),
+        .extra_count = mls_load_le32(data + AT_EXTRAS),
         .part_count = mls_load_le32(data + AT_PARTS),
         .meta_bytes = mls_load_le32(data + AT_META),
         .header_bytes = mls_load_le32(data + AT_HEADER_BYTES),
@@ -299,8 +330,10 @@ static void read_fields(const unsigned char *data, mls_prompt_header *out)
     memcpy(out->key.bytes, data + AT_KEY, MLS_PROMPT_KEY);
     memcpy(out->parent.bytes, data + AT_PARENT, MLS_PROMPT_KEY);
     memcpy(out->fingerprint, data + AT_FINGERPRINT, MLS_PROMPT_FINGERPRINT);
+    out->token_count = mls_load_le32(data + AT_WORDS) - EXTRA_WORDS * out->extra_count;
     out->tokens = data + MLS_PROMPT_FIXED;
-    out->parts = out->tokens + 4 * out->token_count;
+    out->extras = out->tokens + 4 * out->token_count;
+    out->parts = out->extras + MLS_PROMPT_EXTRA * out->extra_count;
     out->meta = out->parts + MLS_PROMPT_PART * out->part_count;
 }
 
@@ -327,12 +360,13 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
         return mls_fail(st, MLS_E_CHECKSUM, "no record starts here");
     }
     const size_t header_bytes = mls_load_le32(data + AT_HEADER_BYTES);
-    const size_t tokens = mls_load_le32(data + AT_TOKENS),
+    const size_t words = mls_load_le32(data + AT_WORDS),
+                 extras = mls_load_le32(data + AT_EXTRAS),
                  parts = mls_load_le32(data + AT_PARTS);
     const size_t meta = mls_load_le32(data + AT_META);
-    if (!counts_fit(tokens, parts, meta) ||
+    if (!counts_fit(words, extras, parts, meta) ||
         data[AT_FINGERPRINT_BYTES] > MLS_PROMPT_FINGERPRINT ||
-        header_bytes != compute_header_bytes(tokens, parts, meta)) {
+        header_bytes != compute_header_bytes(words, parts, meta)) {
         return mls_fail(st, MLS_E_FORMAT, "the lengths in a record's header are invalid");
     }
     out->header_bytes = header_bytes;
@@ -344,8 +378,8 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
     }
     mls_prompt_header header;
     read_fields(data, &header);
-    if (header.record_bytes > left || !parts_fit(&header) || header.end < tokens ||
-        header.end > UINT32_MAX) {
+    if (header.record_bytes > left || !parts_fit(&header) ||
+        header.end < header.token_count || header.end > UINT32_MAX) {
         return mls_fail(st, MLS_E_FORMAT, "the lengths of a record are invalid");
     }
     *out = header;

@@ -25,6 +25,7 @@ enum {
     MLS_PROMPT_FIXED = 128, /* bytes of a header without tokens, parts and meta */
     MLS_PROMPT_PART = 16,   /* bytes of one part in a header */
     MLS_PROMPT_NOTE = 24,   /* bytes of one note: key, operation, segment */
+    MLS_PROMPT_EXTRA = 36,  /* bytes of one extra: position, digest */
     MLS_PROMPT_MAX_TOKENS = 65536,
     MLS_PROMPT_MAX_PARTS = 65536,
     MLS_PROMPT_MAX_META = 1 << 20,
@@ -59,6 +60,10 @@ mls_prompt_hash mls_prompt_hash_root(const unsigned char *id, const unsigned cha
                                      size_t bytes);
 /* Continue the key with `count` token ids. */
 void mls_prompt_hash_tokens(mls_prompt_hash *hash, const uint32_t *tokens, size_t count);
+/* Continue the key of a record of `kind` with the digest of an extra, which counts for
+ * the tokens behind it: MLS_PROMPT_EXTRA - 4 bytes. */
+void mls_prompt_hash_extra(mls_prompt_hash *hash, const unsigned char *id, unsigned kind,
+                           const unsigned char *digest);
 /* Return the key of the tokens until now; the hash can continue. */
 mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash);
 
@@ -91,8 +96,10 @@ typedef struct mls_prompt_header {
     uint64_t put;       /* number of the put that wrote it */
     uint64_t end;       /* tokens of the prompt up to the end of the record */
     size_t token_count; /* of the record itself */
+    size_t extra_count; /* of the record itself */
     size_t part_count;
     const unsigned char *tokens; /* 4 bytes each */
+    const unsigned char *extras; /* MLS_PROMPT_EXTRA bytes each, by position */
     const unsigned char *parts;  /* see mls_prompt_header_part */
     const unsigned char *meta;
     size_t meta_bytes;
@@ -107,14 +114,15 @@ mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header, size_t i
 uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i);
 
 /* Compute `header_bytes` and `record_bytes` from the counts and `payload` bytes.
- * MLS_E_VALUE: more tokens, parts or meta than a header may have; MLS_E_SIZE. */
+ * MLS_E_VALUE: more tokens, extras, parts or meta than a header may have;
+ * MLS_E_SIZE. */
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st);
 
 /* Write a header to `out`, which has header->header_bytes bytes (see
  * mls_prompt_header_sizes), and set its `crc`. `tokens` and `parts` have its token_count
- * and part_count entries; the borrowed pointers of the header except `meta` are not
- * read. */
+ * and part_count entries; of the borrowed pointers of the header only `extras` and
+ * `meta` are read. */
 void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
                              const mls_prompt_part *parts, const mls_crc_kernels *crc,
                              unsigned char *out);

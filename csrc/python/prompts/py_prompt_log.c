@@ -12,6 +12,7 @@
 #include "prompts/prompt_objects.h"
 
 #include "base/memory.h"
+#include "prompts/prompt_extra.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -155,19 +156,21 @@ static void release_prefix(mls_prompt_prefix *prefix)
 
 /* Convert the arguments (fingerprint, tokens, block_tokens) at `args` to `*out`: bytes
  * that identify the model, the token ids of a prompt, and the tokens of a block, the unit
- * of its prefixes. The token ids are copied: the caller frees them with release_prefix.
- * The fingerprint is borrowed. Returns -1 with an exception set. */
-static int take_prefix(const mlspy_state *state, PyObject *const *args,
+ * of its prefixes. `extras`: bytes as in mls_prompt_extras_check, or NULL. The token ids
+ * are copied: the caller frees them with release_prefix. Fingerprint and extras are
+ * borrowed. Returns -1 with an exception set. */
+static int take_prefix(const mlspy_state *state, PyObject *const *args, PyObject *extras,
                        mls_prompt_prefix *out)
 {
-    char *fingerprint;
-    Py_ssize_t bytes;
+    char *fingerprint, *extra = NULL;
+    Py_ssize_t bytes, extra_bytes = 0;
     int64_t block;
     mlspy_view view = {.owner = NULL};
     uint32_t *tokens = NULL;
     mls_status st;
     if (PyBytes_AsStringAndSize(args[0], &fingerprint, &bytes) < 0 ||
-        mlspy_take_int64(state, args[2], "block_tokens", &block) < 0) {
+        mlspy_take_int64(state, args[2], "block_tokens", &block) < 0 ||
+        (extras != NULL && PyBytes_AsStringAndSize(extras, &extra, &extra_bytes) < 0)) {
         return -1;
     }
     if (bytes < 1 || bytes > MLS_PROMPT_FINGERPRINT) {
@@ -182,18 +185,22 @@ static int take_prefix(const mlspy_state *state, PyObject *const *args,
         return -1;
     }
     const size_t count = view.tensor.rank == 1 ? view.tensor.shape[0] : 0;
-    const mls_code code = mls_prompt_tokens(&view.tensor, &tokens, &st);
+    mls_code code = mls_prompt_extras_check((const unsigned char *)extra,
+                                            (size_t)extra_bytes, count, &st);
+    code = code != MLS_OK ? code : mls_prompt_tokens(&view.tensor, &tokens, &st);
     mlspy_view_release(&view);
     *out = (mls_prompt_prefix){.fingerprint = (const unsigned char *)fingerprint,
                                .fingerprint_bytes = (size_t)bytes,
                                .tokens = tokens,
                                .count = count,
-                               .block_tokens = (size_t)block};
+                               .block_tokens = (size_t)block,
+                               .extras = (const unsigned char *)extra,
+                               .extra_count = (size_t)extra_bytes / MLS_PROMPT_EXTRA};
     return mlspy_check(state, code, &st);
 }
 
-/* match(fingerprint, tokens, block_tokens) -> PromptMatch: find the records under the
- * longest stored prefix of the prompt. */
+/* match(fingerprint, tokens, block_tokens, extras=b"") -> PromptMatch: find the records
+ * under the longest stored prefix of the prompt. */
 static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
                            Py_ssize_t count)
 {
@@ -202,8 +209,8 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
     mls_prompt_match *match = NULL;
     mls_status st;
     mls_code code = MLS_E_STOPPED;
-    if (mlspy_take_count("match", 3, count) < 0 ||
-        take_prefix(state, args, &prefix) < 0) {
+    if ((count != 3 && mlspy_take_count("match", 4, count) < 0) ||
+        take_prefix(state, args, count == 4 ? args[3] : NULL, &prefix) < 0) {
         return NULL;
     }
     mls_prompt_log *log = begin_call(self);
@@ -505,10 +512,10 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
                           : raise_failure(state, code, &st, self->path);
 }
 
-/* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...]:
- * store the records of one prompt, tuples as in take_item. Evicts others first if the log
- * would exceed `max_bytes` (None: unlimited). Results as in put_results. Waits at most
- * `timeout` seconds for another writer. */
+/* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout, extras=b"") ->
+ * [int, ...]: store the records of one prompt, tuples as in take_item. Evicts others
+ * first if the log would exceed `max_bytes` (None: unlimited). Results as in put_results.
+ * Waits at most `timeout` seconds for another writer. */
 static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -517,10 +524,10 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
     uint64_t max_bytes = 0;
     double timeout = 0;
     PyObject *result = NULL, *records = NULL;
-    if (mlspy_take_count("put", 6, count) < 0 ||
+    if ((count != 6 && mlspy_take_count("put", 7, count) < 0) ||
         take_limit(state, args[4], &max_bytes) < 0 ||
         mlspy_take_double(args[5], "timeout", &timeout) < 0 ||
-        take_prefix(state, args, &prefix) < 0) {
+        take_prefix(state, args, count == 7 ? args[6] : NULL, &prefix) < 0) {
         return NULL;
     }
     records = PySequence_Tuple(args[3]);
@@ -785,23 +792,24 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
     const mls_prompt_header *header = &hit->header;
     PyEval_RestoreThread(records->progress.saved);
     PyObject *tokens = tokens_array(header);
-    mlspy_append(&records->list,
-                 Py_BuildValue("(y#y#Iny#KNINy#)", header->key.bytes,
-                               (Py_ssize_t)MLS_PROMPT_KEY, header->parent.bytes,
-                               (Py_ssize_t)MLS_PROMPT_KEY, hit->kind,
-                               (Py_ssize_t)hit->end, header->fingerprint,
-                               (Py_ssize_t)header->fingerprint_bytes,
-                               (unsigned long long)hit->payload_bytes,
-                               PyBool_FromLong(listed->is_pinned), (unsigned)listed->used,
-                               tokens, header->meta, (Py_ssize_t)header->meta_bytes));
+    mlspy_append(
+        &records->list,
+        Py_BuildValue("(y#y#Iny#KNINy#y#)", header->key.bytes, (Py_ssize_t)MLS_PROMPT_KEY,
+                      header->parent.bytes, (Py_ssize_t)MLS_PROMPT_KEY, hit->kind,
+                      (Py_ssize_t)hit->end, header->fingerprint,
+                      (Py_ssize_t)header->fingerprint_bytes,
+                      (unsigned long long)hit->payload_bytes,
+                      PyBool_FromLong(listed->is_pinned), (unsigned)listed->used, tokens,
+                      header->meta, (Py_ssize_t)header->meta_bytes, header->extras,
+                      (Py_ssize_t)(MLS_PROMPT_EXTRA * header->extra_count)));
     records->progress.saved = PyEval_SaveThread();
     return records->list != NULL;
 }
 
-/* records() -> [(key, parent, kind, end, fingerprint, bytes, pinned, used, tokens, meta),
- * ...]: all records whose header can be read. `parent` is the key of the record before,
- * `bytes` the size of the payload, `used` the time of the last use: the larger, the
- * later. */
+/* records() -> [(key, parent, kind, end, fingerprint, bytes, pinned, used, tokens, meta,
+ * extras), ...]: all records whose header can be read. `parent` is the key of the record
+ * before, `bytes` the size of the payload, `used` the time of the last use: the larger,
+ * the later. */
 static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -861,9 +869,11 @@ static PyGetSetDef log_attributes[] = {
 };
 
 static PyMethodDef log_methods[] = {
-    MLSPY_METHOD(log, match, METH_FASTCALL, "fingerprint, tokens, block_tokens, /"),
+    MLSPY_METHOD(log, match, METH_FASTCALL,
+                 "fingerprint, tokens, block_tokens, extras=b'', /"),
     MLSPY_METHOD(log, put, METH_FASTCALL,
-                 "fingerprint, tokens, block_tokens, records, max_bytes, timeout, /"),
+                 "fingerprint, tokens, block_tokens, records, max_bytes, timeout, "
+                 "extras=b'', /"),
     MLSPY_METHOD(log, mark, METH_FASTCALL, "match, records, operation, timeout, /"),
     MLSPY_METHOD(log, prune, METH_FASTCALL, "max_bytes, timeout, /"),
     MLSPY_METHOD(log, verify, METH_NOARGS, "/"),
