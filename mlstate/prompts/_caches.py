@@ -157,6 +157,24 @@ def _check_no_drafts(cache: Any, spec: CacheSpec) -> None:
             raise entry_error(entry.name, text, "record_past=False", "record_past=True")
 
 
+def is_quantized(spec: CacheSpec) -> bool:
+    """Return whether a cache has quantized entries."""
+    return any(entry.kind == "quantized" for entry in spec)
+
+
+def check_start(state: CacheState, start: int) -> None:
+    """Raise CompatibilityError unless a cache is quantized from `start` tokens on, and only then.
+
+    `start`: the store's `quantized_kv_start`. Layers that engines do not quantize do not matter.
+    """
+    expected, other = ("quantized", "full") if state.length >= start else ("full", "quantized")
+    for entry in state.spec:
+        if entry.kind == other:
+            text = f"kind {other!r} in a cache of {state.length:,} tokens, and quantized_kv_start "
+            text += f"is {start:,}: pass the number of the engine, or another model="
+            raise entry_error(entry.name, text, expected, other)
+
+
 def check_encoder(spec: CacheSpec) -> None:
     """Raise CompatibilityError if a cache has a cross-attention: its keys depend on the encoder."""
     for entry in spec:

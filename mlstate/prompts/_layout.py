@@ -174,7 +174,7 @@ def _check_entry(stored: CacheEntry, entry: CacheEntry, holder: str) -> None:
             text = f"{fact} {got!r} in the {holder}, and {expected!r} in the prompts of this model"
             remedy = "pass another model= for it"
             if "quantized" in (got, expected):
-                remedy += ", where the first put stores a conversation whole that became quantized"
+                remedy = "pass the engine's quantized_kv_start=, or another model= for it"
             raise entry_error(entry.name, f"{text}: {remedy}", expected, got)
     expected_shape, got_shape = _stable_shape(stored), _stable_shape(entry)
     if expected_shape != got_shape:

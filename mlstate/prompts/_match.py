@@ -148,6 +148,7 @@ class Match:
         "_candidates",
         "_is_closed",
         "_key",
+        "_least",
         "_log_match",
         "_prompt",
         "_stored",
@@ -164,6 +165,7 @@ class Match:
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
     _blocks: list[BlockRange]  # adjacent ones, from the first token on
+    _least: int  # tokens that a restore may return, except 0
 
     def __init__(self) -> None:
         raise TypeError("a Match is created by PromptStore.match")
@@ -209,21 +211,22 @@ def make_match(
     log_match: _core.PromptMatch,
     prompt: Prompt,
     path: str,
-    most: int,
+    limits: tuple[int, int],
     expected: StoredSpec | None,
     key: bytes,
 ) -> Match:
-    """Return the match of at most `most` tokens.
+    """Return the match of a prompt.
 
     `log_match`: the records of `prompt` that the core found, which the match owns. `path`: of the
-    store. `expected`: the entries of its caches; None: not known yet. `key`: the
-    fingerprint of the model as bytes. Records that are damaged or of other entries are logged and
-    left out.
+    store. `limits`: the least and the most tokens. `expected`: the entries of its caches; None: not
+    known yet. `key`: the fingerprint of the model as bytes. Records that are damaged or of other
+    entries are logged and left out.
     """
     for text in log_match.damage:
         log("WARNING", "%s: %s: the record is left out", path, text)
     match = object.__new__(Match)
     match._is_closed = False
+    match._least, most = limits
     match._log_match, match._prompt, match._key = log_match, prompt, key
     match.length, match.limit, match._stored = 0, None, expected
     match._candidates, match._blocks = [], []
@@ -293,9 +296,9 @@ def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candida
         if kind != SNAPSHOT or start > reach or head.stored.digest != stored.digest:
             continue
         position = end if stored.states else min(end, most)  # a state belongs to the end only
-        if 0 < position <= most and (position > start or stored.states):
+        if match._least <= position <= most and (position > start or stored.states):
             candidates.append(Candidate(position, index))
-    if not stored.states and min(reach, most):
+    if not stored.states and min(reach, most) >= match._least:
         candidates.append(Candidate(min(reach, most), None))
     return sorted(candidates, key=lambda each: each.position, reverse=True)
 

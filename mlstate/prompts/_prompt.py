@@ -58,6 +58,11 @@ class Prompt:
         """Return the prompt of a cache that became quantized: its blocks are other ones."""
         return Prompt(self.ids, _QUANTIZED + self.extras) if len(self.ids) else self
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is of `quantized`."""
+        return self.extras.startswith(_QUANTIZED)
+
     def covers_all(self) -> bool:
         """Return whether an extra counts for every token."""
         return self.extras[:4] == bytes(4)
@@ -67,7 +72,7 @@ class Prompt:
         count = min(len(self.ids), len(other.ids))
         different = np.flatnonzero(self.ids[:count] != other.ids[:count])
         rows = set(self._rows()) ^ set(other._rows())
-        return min([count, *different[:1].tolist(), *map(position_of, rows)])
+        return int(min([count, *different[:1], *map(position_of, rows)]))
 
 
 def split_extras(extras: bytes) -> list[bytes]:

@@ -19,7 +19,14 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, shorten
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
-from ._caches import as_tokens, check_encoder, layers_of, state_of
+from ._caches import (
+    as_tokens,
+    check_encoder,
+    check_start,
+    is_quantized,
+    layers_of,
+    state_of,
+)
 from ._check_split import warn_of_split
 from ._fingerprint import fingerprint, is_fingerprint
 from ._hybrids import config_facts, model_type_of, warn_of_rope
@@ -76,6 +83,9 @@ class PromptStore:
         is logged for types that do not continue a split prefill; see `check_split`.
     snapshots : "end", "powers", int or iterable of int
         The positions of `stops`: the last token only, powers of two, every n tokens, or these.
+    quantized_kv_start : int, optional
+        The number of tokens from which the engine quantizes the cache, as in ``generate_step`` of
+        mlx-lm. Shorter caches are stored and restored as they are, longer ones quantized.
     max_pending_bytes : int or str
         Most bytes of copies that asynchronous puts hold.
     lock_timeout : float
@@ -128,6 +138,7 @@ class PromptStore:
         salt: str = "",
         model_type: str | None = None,
         snapshots: Snapshots = "end",
+        quantized_kv_start: int | None = None,
         max_pending_bytes: int | str = _PENDING,
         lock_timeout: float = 10.0,
     ) -> None:
@@ -140,6 +151,8 @@ class PromptStore:
         if not self._timeout >= 0:  # NaN too, which would wait without end
             raise ValueError(f"lock_timeout must be 0 or more seconds, got {lock_timeout}")
         self._policy = checked_policy(snapshots)
+        start = quantized_kv_start
+        self._start = None if start is None else check_int("quantized_kv_start", start, 0)
         check_type("model_type", model_type, str | None, "a str")
         config = config_facts(model)
         self._model_type = model_type_of(config, model_type)
@@ -148,7 +161,10 @@ class PromptStore:
         text = fingerprint(model, adapters=adapters, hash_weights=hash_weights, salt=salt)
         self._fingerprint, self._key = text, bytes.fromhex(text.partition(":")[2])
         self._spec = spec
-        self._stored = None if spec is None else StoredSpec(spec)
+        # The entries of the caches, by whether they are those from `quantized_kv_start` on.
+        self._stored: dict[bool, StoredSpec] = {}
+        if spec is not None:
+            self._stored[self._start is not None and is_quantized(spec)] = StoredSpec(spec)
         self._path = local_folder(path)
         warn_of_rope(config, self._path)
         warn_of_split(config, self._path)
@@ -209,8 +225,14 @@ class PromptStore:
         """
         check_flags(full=full)
         prompt = as_prompt(tokens, extra)
-        count = len(prompt.ids)
-        return self._match_of(prompt, count if full else max(count - 1, 0), self._stored)
+        most = len(prompt.ids) if full else max(len(prompt.ids) - 1, 0)
+        if self._start is not None and most >= self._start:
+            match = self._match_of(prompt.quantized(), most, self._stored.get(True))
+            if match.length:
+                return match
+            match.close()
+            most = max(self._start - 1, 0)
+        return self._match_of(prompt, most, self._stored.get(False))
 
     def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
         """Bring the tokens of a match into a cache.
@@ -305,7 +327,7 @@ class PromptStore:
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
             # Without snapshots, the tokens before the damage are a candidate too.
-            if starts and limit and not target.has_snapshots:
+            if starts and limit >= match._least and not target.has_snapshots:
                 candidates.append(Candidate(limit, None))
                 candidates.sort(key=lambda each: each.position, reverse=True)
         return 0
@@ -409,6 +431,9 @@ class PromptStore:
         state = state_of(cache, len(prompt.ids), self._spec, self._model_type)
         if self._needs_salt and not prompt.covers_all():
             check_encoder(state.spec)
+        if self._start is not None:
+            check_start(state, self._start)
+            prompt = prompt if len(prompt.ids) < self._start else prompt.quantized()
         stored = StoredSpec(state.spec, layers_of(cache, state.spec))
         if asynchronous:
             records = self._records(prompt, state, stored, snapshot, self._pending.common(prompt))
@@ -428,10 +453,10 @@ class PromptStore:
         self._drop_damaged()
         ids = prompt.ids
         with self._match_of(prompt) as match:
-            for other in (self._stored, match._stored):
+            for other in (self._stored.get(prompt.is_quantized), match._stored):
                 if other is not None and other.digest != stored.digest:
                     other.check(state.spec, "cache")
-            self._stored = self._stored or stored
+            self._stored.setdefault(prompt.is_quantized, stored)
             pending -= pending % self._block  # whole blocks only
             stop = max(match._reach(), pending)
             ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
@@ -457,7 +482,9 @@ class PromptStore:
         """
         log_match = self._log.match(self._key, prompt.ids, self._block, prompt.extras)
         most = len(prompt.ids) if most is None else most
-        return make_match(log_match, prompt, self._path, most, expected, self._key)
+        least = (self._start or 0) if prompt.is_quantized else 0
+        limits = max(least, 1), most
+        return make_match(log_match, prompt, self._path, limits, expected, self._key)
 
     def _write(self, prompt: Prompt, records: list[_Record]) -> int:
         """Store records of a prompt; return how many of its tokens can be restored then."""
@@ -505,7 +532,7 @@ class PromptStore:
         TypeError, ValueError
             As for `match`.
         """
-        return self._mark_records(as_prompt(tokens, extra), "pin")
+        return self._mark_all(as_prompt(tokens, extra), "pin")
 
     def unpin(self, tokens: Any, *, extra: Extra = None) -> int:
         """Undo `pin`; parameters, result and errors are the same.
@@ -513,14 +540,21 @@ class PromptStore:
         Pass as many tokens as `pin` returned: the pin of a shorter prompt stays, also if the prompt
         has grown since.
         """
-        return self._mark_records(as_prompt(tokens, extra), "unpin")
+        return self._mark_all(as_prompt(tokens, extra), "unpin")
 
     def delete(self, tokens: Any, *, extra: Extra = None) -> int:
         """Delete the stored beginning of a prompt; parts that other prompts share stay.
 
         Parameters, result and errors are the same as for `pin`.
         """
-        return self._mark_records(as_prompt(tokens, extra), "delete")
+        return self._mark_all(as_prompt(tokens, extra), "delete")
+
+    def _mark_all(self, prompt: Prompt, operation: Literal["pin", "unpin", "delete"]) -> int:
+        """Apply an operation to a prompt, also as a quantized one; return the most tokens."""
+        length = self._mark_records(prompt, operation)
+        if self._start is None:
+            return length
+        return max(length, self._mark_records(prompt.quantized(), operation))
 
     def _mark_records(self, prompt: Prompt, operation: Literal["pin", "unpin", "delete"]) -> int:
         """Apply an operation to the records of a prompt; return the number of tokens concerned.

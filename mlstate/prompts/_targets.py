@@ -220,7 +220,10 @@ class EngineTarget:
         state = CacheState(CacheSpec(entries), arrays, length)
         if self.is_mlx:
             state = to_mlx(state, self.model_type)
-        self.engine.to_cache(_StoredState(state, self.layers), into=self.cache)
+        layers = _quantized_layers(self.cache, entries) if self.is_mlx else self.cache
+        self.engine.to_cache(_StoredState(state, self.layers), into=layers)
+        if layers is not self.cache:
+            self.cache[:] = layers
 
 
 Target = StateTarget | EngineTarget
@@ -294,6 +297,26 @@ def _check_can_be_emptied(cache: Any) -> None:
     if not all(layer.empty() for layer in layers):
         text = "the cache has tokens, and mlx-lm cannot empty it: pass one of make_prompt_cache"
         raise incompatible(text, None, "an empty cache", "a cache with tokens")
+
+
+def _quantized_layers(cache: Any, entries: list[CacheEntry]) -> Any:
+    """Return the layers of mlx-lm, a KVCache with quantized entries as a QuantizedKVCache.
+
+    mlx-lm replaces layers in its list likewise. Other layers are the same objects; `cache` itself
+    is returned if none is replaced.
+    """
+    layers = list(cache)
+    module = import_module("mlx_lm.models.cache")
+    for entry in entries if isinstance(cache, list) else []:
+        at = -1 if entry.layer is None else entry.layer
+        if (
+            entry.kind == "quantized"
+            and 0 <= at < len(layers)
+            and type(cache[at]) is module.KVCache
+        ):
+            layers[at] = module.QuantizedKVCache(entry.group, entry.bits)
+    is_same = all(new is old for new, old in zip(layers, cache, strict=True))
+    return cache if is_same else layers
 
 
 def _first_positions(axis: int, count: int) -> tuple[slice, ...]:

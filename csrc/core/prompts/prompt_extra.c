@@ -20,7 +20,7 @@ mls_code mls_prompt_extras_check(const unsigned char *extras, size_t bytes, size
                             "%zu, got %zu",
                             least, tokens, position);
         }
-        least = position + 1;
+        least = position;
     }
     return MLS_OK;
 }

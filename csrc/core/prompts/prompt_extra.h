@@ -9,8 +9,8 @@
 
 #include "prompts/prompt_log.h"
 
-/* Fail with MLS_E_VALUE unless `bytes` bytes at `extras` are extras with increasing
- * positions below `tokens`. */
+/* Fail with MLS_E_VALUE unless `bytes` bytes at `extras` are extras by position, all
+ * below `tokens`. A position may have several. */
 mls_code mls_prompt_extras_check(const unsigned char *extras, size_t bytes, size_t tokens,
                                  mls_status *st);
 
