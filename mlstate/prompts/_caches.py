@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 _NAME = "cache"  # of the only entry, for an array or a rolling cache
 # Engines by the package of their cache classes, and the integration that converts these.
 _ENGINES = {"transformers": "transformers", "mlx_lm": "mlx"}
+# How a sequence of a batch becomes a cache of its own, for texts.
+_ROW_OF = {
+    "transformers": "row = copy.deepcopy(cache); row.batch_select_indices(torch.tensor([i]))",
+    "mlx": "row = [layer.extract(i) for layer in cache]",
+}
 _BATCHED = (  # roles of arrays whose first axis is the batch
     "keys",
     "values",
@@ -108,7 +113,7 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
         state: Any = engine.from_cache(cache)
     except CompatibilityError:  # for example, its layers do not count the tokens
         state = engine.from_cache(cache, length=length)
-    check_one_sequence(state.spec)
+    check_one_sequence(state.spec, engine.__name__.rpartition(".")[2])
     if isinstance(cache, list | tuple):  # a cache of mlx-lm
         check_no_padding(state._layouts)
     else:
@@ -116,14 +121,16 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     return cast("CacheState", state)
 
 
-def check_one_sequence(spec: CacheSpec) -> None:
+def check_one_sequence(spec: CacheSpec, engine: str) -> None:
     """Raise CompatibilityError unless the cache of an engine holds one sequence.
 
-    The tokens of a put identify one sequence. The batch is the first axis of the arrays.
+    The tokens of a put identify one sequence. The batch is the first axis of the arrays. `engine`:
+    "transformers" or "mlx", for the loop over the batch in the error.
     """
     for entry in spec:
         if entry.role in _BATCHED and entry.kind != "opaque" and entry.shape[0] != 1:
-            text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself"
+            text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself: for "
+            text += f"each i, {_ROW_OF[engine]}; store.put(tokens[i], row)"
             raise entry_error(entry.name, text, 1, entry.shape[0])
 
 
@@ -245,6 +252,7 @@ def as_tokens(tokens: Any) -> Any:
     if ids.ndim == 2 and ids.shape[0] == 1:  # a batch of one, from a tokenizer
         ids = ids[0]
     if ids.ndim != 1:
-        raise ValueError(f"tokens must have one dimension, got shape {ids.shape}")
+        rows = ": pass one row at a time, with its own cache" if ids.ndim == 2 else ""
+        raise ValueError(f"tokens must have one dimension, got shape {ids.shape}{rows}")
     is_accepted = ids.dtype.itemsize >= 4 and ids.dtype.isnative
     return np.array(ids, ids.dtype if is_accepted else np.int64)

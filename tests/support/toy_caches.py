@@ -37,18 +37,25 @@ def empty_state(spec, make=np.zeros):
     return CacheState(spec, {n: make(s, d) for e in spec for n, (s, d) in e.arrays.items()}, 0)
 
 
-def _marks(tokens):
-    """One number for each position, of all tokens up to it; exact in every dtype."""
+def extra_before(extra, length):
+    """The digests of the first `length` tokens; None without one."""
+    return {place: digest for place, digest in (extra or {}).items() if place < length} or None
+
+
+def _marks(tokens, extra):
+    """One number for each position, of all tokens and digests up to it; exact in every dtype."""
     marks, mark = [], 7
-    for token in tokens:
+    for position, token in enumerate(tokens):
+        if position in (extra or {}):
+            mark = mark * 7 + sum(map(ord, repr(extra[position])))
         mark = (mark * 31 + int(token) * 17 + 3) % 251
         marks.append(mark)
     return marks
 
 
-def prefill(state, tokens, chunk=None):
+def prefill(state, tokens, extra=None):
     """Write the tokens after those that the state has, as a model does."""
-    marks = _marks(tokens)
+    marks = _marks(tokens, extra)
     for position in range(state.length, len(tokens)):
         for number, entry in enumerate(state.spec):
             array = state.arrays[entry.name]
@@ -61,8 +68,8 @@ def prefill(state, tokens, chunk=None):
     return state
 
 
-def prefilled(spec, tokens):
-    return prefill(empty_state(spec), tokens)
+def prefilled(spec, tokens, extra=None):
+    return prefill(empty_state(spec), tokens, extra)
 
 
 def same(first, second):
@@ -94,17 +101,18 @@ def is_zero(state, start=0):
     return True
 
 
-def check_every_match(store, prompts, spec):
+def check_every_match(store, prompts, spec, extra=None):
     """Restore each prompt as far as it is stored, and compare with a prefill of as many tokens.
 
-    Returns the numbers of tokens.
+    Each has the digests `extra`. Returns the numbers of tokens.
     """
     lengths = []
     for tokens in prompts:
         state = prefilled(spec, TOKENS[:5])
-        with store.match(tokens, full=True) as match:
+        with store.match(tokens, extra=extra, full=True) as match:
             lengths.append(store.restore(match, into=state))
-        assert same(state, prefilled(spec, tokens[: lengths[-1]])) and is_zero(state, lengths[-1])
+        expected = prefilled(spec, tokens[: lengths[-1]], extra)
+        assert same(state, expected) and is_zero(state, lengths[-1])
     return lengths
 
 
