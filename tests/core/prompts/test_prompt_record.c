@@ -46,6 +46,8 @@ TEST(keys_are_siphash_values)
 
 enum { TOKENS = 3, PARTS = 2, PAYLOAD = 100 };
 
+static const unsigned char extra[MLS_PROMPT_EXTRA] = "position and digest";
+
 static mls_prompt_header sample(void)
 {
     mls_prompt_header header = {.kind = 9,
@@ -55,6 +57,8 @@ static mls_prompt_header sample(void)
                                 .put = 77,
                                 .end = 259,
                                 .token_count = TOKENS,
+                                .extra_count = 1,
+                                .extras = extra,
                                 .part_count = PARTS,
                                 .meta = (const unsigned char *)"hello",
                                 .meta_bytes = 5};
@@ -76,11 +80,13 @@ TEST(a_written_header_is_read_back)
     unsigned char bytes[512];
     mls_prompt_header written, header = {0};
     const size_t length = write_sample(bytes, &written);
-    CHECK(length == 192 && written.record_bytes == 320);
+    CHECK(length == 256 && written.record_bytes == 384);
     const mls_crc_kernels *crc = mls_crc_of(best_cpu());
-    REQUIRE(mls_prompt_header_parse(bytes, length, 320, crc, &header, &status) == MLS_OK);
+    REQUIRE(mls_prompt_header_parse(bytes, length, 384, crc, &header, &status) == MLS_OK);
     CHECK(header.kind == 9 && header.end == 259 && header.put == 77);
     CHECK(mls_prompt_header_token(&header, 2) == 4000000000U);
+    CHECK(header.token_count == TOKENS && header.extra_count == 1);
+    CHECK(memcmp(header.extras, extra, sizeof extra) == 0);
     CHECK(mls_prompt_header_part(&header, 1).bytes == 40);
     CHECK(mls_prompt_header_part(&header, 1).crc == 456);
     CHECK(header.meta_bytes == 5 && memcmp(header.meta, "hello", 5) == 0);
@@ -94,12 +100,12 @@ TEST(every_flipped_bit_of_a_header_is_found)
     const size_t length = write_sample(bytes, &header);
     for (size_t bit = 0; bit < 8 * length; bit++) {
         bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
-        CHECK(mls_prompt_header_parse(bytes, length, 320, mls_crc_of(best_cpu()), &header,
+        CHECK(mls_prompt_header_parse(bytes, length, 384, mls_crc_of(best_cpu()), &header,
                                       &status) != MLS_OK);
         bytes[bit / 8] ^= (unsigned char)(1 << bit % 8);
     }
     bytes[length - 1] ^= 1;
-    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 320, mls_crc_of(best_cpu()),
+    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 384, mls_crc_of(best_cpu()),
                                         &header, &status),
                 MLS_E_CHECKSUM, "the header of a record is damaged");
 }
@@ -113,16 +119,16 @@ TEST(hostile_lengths_with_a_right_checksum_are_refused)
     const size_t length = write_sample(good, &header);
     for (int i = 0; i < TRIES(20000); i++) {
         memcpy(bytes, good, sizeof bytes);
-        const size_t at = 8 + below(160);
+        const size_t at = 8 + below(200);
         fill_random(bytes + at, 1 + below(8), (uint64_t)i + 1);
         mls_store_le32(bytes + 4, crc->update(0, bytes + 8, length - 8));
-        if (mls_prompt_header_parse(bytes, length, 320, crc, &header, &status) ==
+        if (mls_prompt_header_parse(bytes, length, 384, crc, &header, &status) ==
             MLS_OK) {
             uint64_t sum = header.header_bytes;
             for (size_t p = 0; p < header.part_count; p++) {
                 sum += mls_prompt_header_part(&header, p).bytes;
             }
-            CHECK(sum <= header.record_bytes && header.record_bytes <= 320);
+            CHECK(sum <= header.record_bytes && header.record_bytes <= 384);
             CHECK(header.meta + header.meta_bytes <= bytes + length);
         }
     }
@@ -134,12 +140,12 @@ TEST(the_length_of_a_header_longer_than_the_bytes_is_known)
     mls_prompt_header header;
     const size_t length = write_sample(bytes, &header);
     const mls_crc_kernels *crc = mls_crc_of(best_cpu());
-    CHECK_FAILS(mls_prompt_header_parse(bytes, 130, 320, crc, &header, &status),
+    CHECK_FAILS(mls_prompt_header_parse(bytes, 130, 384, crc, &header, &status),
                 MLS_E_CAPACITY, "the header is longer");
     CHECK(header.header_bytes == length);
-    CHECK_FAILS(mls_prompt_header_parse(bytes, 100, 320, crc, &header, &status),
+    CHECK_FAILS(mls_prompt_header_parse(bytes, 100, 384, crc, &header, &status),
                 MLS_E_CHECKSUM, "no record starts here");
-    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 300, crc, &header, &status),
+    CHECK_FAILS(mls_prompt_header_parse(bytes, length, 320, crc, &header, &status),
                 MLS_E_FORMAT, "the lengths of a record are invalid");
 }
 
@@ -147,8 +153,10 @@ TEST(counts_beyond_the_limits_are_refused)
 {
     mls_prompt_header header = {.token_count = MLS_PROMPT_MAX_TOKENS + 1};
     CHECK_FAILS(mls_prompt_header_sizes(&header, 0, &status), MLS_E_VALUE,
-                "a record has 65537 tokens, 0 parts and 0 bytes of meta: more than a "
-                "header can hold");
+                "a record has 65537 tokens, 0 extras, 0 parts and 0 bytes of meta: more "
+                "than a header can hold");
+    header = (mls_prompt_header){.token_count = 60000, .extra_count = 60000};
+    CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_E_VALUE);
     header = (mls_prompt_header){.meta_bytes = MLS_PROMPT_MAX_META + 1};
     CHECK(mls_prompt_header_sizes(&header, 0, &status) == MLS_E_VALUE);
     header = (mls_prompt_header){.part_count = MLS_PROMPT_MAX_PARTS + 1};
@@ -168,7 +176,7 @@ TEST(a_copied_header_has_another_put_and_flags)
     header.put = 99;
     header.flags = MLS_PROMPT_MOVED;
     mls_prompt_header_copy(&header, bytes, crc, copy);
-    REQUIRE(mls_prompt_header_parse(copy, length, 320, crc, &header, &status) == MLS_OK);
+    REQUIRE(mls_prompt_header_parse(copy, length, 384, crc, &header, &status) == MLS_OK);
     CHECK(header.put == 99 && header.flags == MLS_PROMPT_MOVED && header.end == 259);
 }
 

@@ -78,7 +78,7 @@ KINDS = {
     "conv": lambda: Transformers("lfm2", "dynamic"),
     "mlx KVCache": lambda: Mlx("llama"),
     "mlx RotatingKVCache": lambda: Mlx("gemma3_text"),
-    "mlx ArraysCache": lambda: Mlx("qwen3_next"),
+    "mlx ArraysCache": lambda: Mlx("lfm2"),
     "mlx ChunkedKVCache": lambda: Mlx("llama4"),
     "mlx CacheList": lambda: Mlx("deepseek_v32"),
     "mlx QuantizedKVCache": lambda: Mlx("llama", START),
@@ -197,6 +197,6 @@ def test_random_histories_restore_what_the_engine_had(tmp_path, name):
     if name.startswith("mlx") and importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("needs mlx_lm")
     runs, restored = Runs(KINDS[name]()), 0
-    for seed in range(amount(2, 20, 200)):
+    for seed in range(amount(1, 20, 180)):
         restored += carry_out(runs, tmp_path / str(seed), seed)
     assert restored
