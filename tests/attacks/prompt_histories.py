@@ -12,11 +12,10 @@ import time
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
 import prompt_model
 from children import start_child, wait_for
 from operation import Operation, describe
-from prompt_model import BLOCK, FINGERPRINT, match, put, wrong_records
+from prompt_model import BLOCK, EXTRA, FINGERPRINT, match, put, split_extras, wrong_records
 
 from mlstate._core import PromptLog
 from mlstate.errors import FormatError, StoreError
@@ -31,8 +30,9 @@ class History:
         self.steps = [self._step() for _ in range(self.random.randint(2, 12))]
 
     def _tokens(self):
-        # few different tokens, so that prompts share blocks
-        return [self.random.randint(0, 1) for _ in range(self.random.randint(1, 4) * BLOCK + 2)]
+        # few different tokens, so that prompts share blocks; some have one of two extras
+        tokens = [0, 1] * 8 + [EXTRA, 1 + EXTRA, 2 * EXTRA]
+        return self.random.choices(tokens, k=self.random.randint(1, 4) * BLOCK + 2)
 
     def _step(self):
         kinds = ["put"] * 7 + ["match", "pin", "delete", "drop", "reopen", "prune", "big"]
@@ -59,7 +59,8 @@ class History:
             put(log, tokens, tails=[end], max_bytes=self.budget, timeout=5.0)
         elif name == "big":
             record = prompt_model.record(tokens, len(tokens), 2)
-            log.put(FINGERPRINT, np.array(tokens), BLOCK, [record], self.budget, 5.0)
+            ids, extras = split_extras(tokens)
+            log.put(FINGERPRINT, ids, BLOCK, [record], self.budget, 5.0, extras)
         elif name == "reopen":
             closed, log = log, PromptLog(f"{root}/log", True)
             closed.close()

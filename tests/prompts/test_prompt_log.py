@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompt_model import BLOCK, FINGERPRINT, Model, match, put, wrong_records
+from prompt_model import BLOCK, EXTRA, FINGERPRINT, Model, match, put, wrong_records
 from thread_team import run_in_threads
 
 from mlstate._core import PromptLog, crc32c
 from mlstate.errors import CapacityError, CompatibilityError, FormatError, StoreError
 
-PROMPTS = st.lists(st.integers(0, 1), min_size=0, max_size=18)
+PROMPTS = st.lists(st.sampled_from([0, 1, 0, 1, EXTRA, 2 * EXTRA]), min_size=0, max_size=18)
 
 
 @pytest.fixture

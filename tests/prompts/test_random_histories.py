@@ -8,6 +8,7 @@ from toy_caches import (
     HYBRID,
     check_every_match,
     empty_state,
+    extra_before,
     flip,
     prefill,
     prefilled,
@@ -24,41 +25,50 @@ def random_prompt(rng):
     return np.concatenate(parts)[: int(rng.integers(1, 97))]
 
 
+def random_extra(rng, length):
+    """No image, or one of two at one of three positions, or several."""
+    places = (5, 30, 48)
+    chosen = {p: "ab"[int(rng.integers(0, 2))] for p in places if rng.random() < 0.3}
+    return extra_before(chosen, length)
+
+
 def random_step(store, spec, rng, folder, puts):
     """Put, restore, pin, delete, verify or damage; return whether the store was damaged.
 
     `puts`: gets the handles of asynchronous puts. These also delete files.
     """
     tokens = random_prompt(rng)
+    extra = random_extra(rng, len(tokens))
     match int(rng.integers(0, 10)):
         case 0 | 1 | 2:
             state = empty_state(spec)
             for stop in sorted({int(rng.integers(1, len(tokens) + 1)), len(tokens)}):
                 is_asynchronous, has_snapshot = rng.random(2) < (0.3, 0.8)
-                prefill(state, tokens[:stop])
+                prefill(state, tokens[:stop], extra)
                 put = store.put(
                     tokens[:stop],
                     state,
+                    extra=extra_before(extra, stop),
                     asynchronous=bool(is_asynchronous),
                     snapshot=bool(has_snapshot),
                 )
                 puts += [put] if is_asynchronous else []
         case 3:
-            store.delete(tokens)
+            store.delete(tokens, extra=extra)
         case 4:
-            (store.pin if rng.random() < 0.3 else store.unpin)(tokens)
+            (store.pin if rng.random() < 0.3 else store.unpin)(tokens, extra=extra)
         case 5 if rng.random() < 0.3:
             name = next(entry.name for entry in spec if entry.kind == "full")
             for put in puts:
                 put.exception()  # waits
-            row = np.ascontiguousarray(prefilled(spec, tokens).ordered(name)[0, 0, -1])
+            row = np.ascontiguousarray(prefilled(spec, tokens, extra).ordered(name)[0, 0, -1])
             try:
                 flip(folder, row.tobytes())
             except AssertionError:
                 return False
             return True
         case _:
-            check_every_match(store, [tokens], spec)
+            check_every_match(store, [tokens], spec, extra)
     return False
 
 
@@ -78,8 +88,9 @@ def test_a_random_history_never_restores_wrong_tokens(tmp_path, spec, max_bytes,
             store.repair()
             assert store.verify() == []
             tokens = random_prompt(rng)
-            length = store.put(tokens, prefilled(spec, tokens))
-            assert check_every_match(store, [tokens], spec) == [length]
+            extra = random_extra(rng, len(tokens))
+            length = store.put(tokens, prefilled(spec, tokens, extra), extra=extra)
+            assert check_every_match(store, [tokens], spec, extra) == [length]
             if max_bytes is None:
                 assert length == len(tokens)
 

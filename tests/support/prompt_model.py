@@ -6,6 +6,18 @@ import numpy as np
 
 FINGERPRINT = b"model A"
 BLOCK = 4
+# A token of the model with an extra: the token id, and this times the number of the extra.
+EXTRA = 1 << 40
+
+
+def split_extras(tokens):
+    """The token ids of tokens of the model, and their extras as the core takes them."""
+    tokens = np.asarray(tokens, np.int64)
+    rows = [
+        int(place).to_bytes(4, "little") + bytes([int(tokens[place] // EXTRA)] * 32)
+        for place in np.flatnonzero(tokens >= EXTRA)
+    ]
+    return tokens % EXTRA, b"".join(rows)
 
 
 def payload(prefix, kind, fingerprint=FINGERPRINT, parts=2):
@@ -29,12 +41,14 @@ def put(log, tokens, ends=None, *, tails=(), fingerprint=FINGERPRINT, max_bytes=
         ends = range(BLOCK, len(tokens) + 1, BLOCK)
     items = [(end, 0) for end in ends] + [(end, 1) for end in tails]
     records = [record(tokens, end, kind, fingerprint) for end, kind in sorted(items)]
-    return log.put(fingerprint, tokens, BLOCK, records, max_bytes, timeout)
+    ids, extras = split_extras(tokens)
+    return log.put(fingerprint, ids, BLOCK, records, max_bytes, timeout, extras)
 
 
 def match(log, tokens, fingerprint=FINGERPRINT):
     """The match of a prompt."""
-    return log.match(fingerprint, np.asarray(tokens, np.int64), BLOCK)
+    ids, extras = split_extras(tokens)
+    return log.match(fingerprint, ids, BLOCK, extras)
 
 
 def wrong_records(result, tokens, fingerprint=FINGERPRINT):
