@@ -270,14 +270,16 @@ def _adjacent_blocks(log_match: _core.PromptMatch, stored: StoredSpec) -> list[B
     They end before the first block that has other entries than `stored`, or another size.
     """
     blocks: list[BlockRange] = []
+    meta, digest, token_bytes, reach = log_match.meta, stored.digest, stored.token_bytes, 0
     for index, (kind, start, end, nbytes) in enumerate(log_match.records):
         if kind != BLOCK:
             continue
-        is_next = start == (blocks[-1].stop if blocks else 0)
-        is_same = log_match.meta(index)[:DIGEST_BYTES] == stored.digest
-        if not is_next or not is_same or nbytes != stored.token_bytes * (end - start):
+        if start != reach or nbytes != token_bytes * (end - start):
+            break
+        if not meta(index).startswith(digest):
             break
         blocks.append(BlockRange(index, start, end))
+        reach = end
     return blocks
 
 

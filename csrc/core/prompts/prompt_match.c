@@ -29,7 +29,12 @@ typedef struct search {
     mls_prompt_key *keys;    /* of the hits, as the index has them */
     mls_prompt_key *parents; /* keys of the parents of the hits */
     size_t key_room, parent_room;
+    const struct mls_prompt_file
+        *sized; /* the file whose size is `file_bytes`, or NULL */
+    uint64_t file_bytes;
 } search;
+
+enum { HITS_BETWEEN_REPORTS = 8 }; /* headers that are read before a signal is noticed */
 
 static void release_hit(mls_prompt_hit *hit)
 {
@@ -195,11 +200,11 @@ static mls_code propose_chain(search *s, mls_status *st)
 static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens,
                          size_t count)
 {
-    bool equal = header->token_count == count;
-    for (size_t i = 0; equal && i < count; i++) {
-        equal = mls_prompt_header_token(header, i) == tokens[i];
+    uint32_t different = header->token_count != count;
+    for (size_t i = 0; i < header->token_count && i < count; i++) {
+        different |= mls_prompt_header_token(header, i) ^ tokens[i];
     }
-    return equal;
+    return different == 0;
 }
 
 /* Return whether the header has exactly the extras of these tokens of the prompt. */
@@ -264,7 +269,7 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
 
 /* Read and compare the header of hit `number`, and store it in the hit. MLS_E_FORMAT,
  * MLS_E_CHECKSUM: damaged, or not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
-static mls_code check_hit(const search *s, size_t number, mls_status *st)
+static mls_code check_hit(search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
     unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
@@ -273,13 +278,17 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     if (hit->file == NULL) {
         return mls_fail(st, MLS_E_FORMAT, "the segment is missing or damaged");
     }
-    if (fstat(hit->file->fd, &info) != 0) {
-        return mls_fail_os(st, errno, "cannot examine the segment");
+    if (hit->file != s->sized) { /* the segment may have been cut */
+        if (fstat(hit->file->fd, &info) != 0) {
+            return mls_fail_os(st, errno, "cannot examine the segment");
+        }
+        s->sized = hit->file;
+        s->file_bytes = (uint64_t)info.st_size;
     }
-    const uint64_t size = (uint64_t)info.st_size; /* the segment may have been cut */
     mls_code code = mls_prompt_header_read(
-        hit->file->fd, hit->offset, size > hit->offset ? size - hit->offset : 0,
-        s->log->crc, header_buffer, &bytes, &header, st);
+        hit->file->fd, hit->offset,
+        s->file_bytes > hit->offset ? s->file_bytes - hit->offset : 0, s->log->crc,
+        header_buffer, &bytes, &header, st);
     if (code == MLS_E_IO) {
         code = mls_fail_os(st, st->os_error,
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
@@ -337,10 +346,12 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
     bool is_cut = false;
     mls_code code = MLS_OK;
     match->length = 0;
+    s->sized = NULL;
     for (size_t i = 0; i < match->count; i++) {
         mls_prompt_hit *hit = &match->hits[i];
         const bool is_behind = is_cut && hit->start > match->length;
-        if (code == MLS_OK && !mls_progress_report(s->log->progress, 0)) {
+        if (code == MLS_OK && i % HITS_BETWEEN_REPORTS == 0 &&
+            !mls_progress_report(s->log->progress, 0)) {
             code = mls_fail(st, MLS_E_STOPPED, "stopped");
         }
         const mls_code result =

@@ -26,24 +26,40 @@ typedef struct put_work {
 
 /* ---- token ids ---- */
 
-/* Set `*to` to the token id at `from`, an element of `view`. Returns false if it is out
- * of range. */
-static bool copy_id(const mls_tensor *view, const unsigned char *from, uint32_t *to)
+/* Return the id at `from`, an integer of a dtype with `bytes` bytes. A negative one is
+ * large. */
+static inline uint64_t load_id(mls_dtype dtype, size_t bytes, const unsigned char *from)
 {
     uint32_t narrow;
     uint64_t wide;
-    if (mls_tensor_item_bytes(view) == 4) {
-        memcpy(&narrow, from, sizeof narrow);
-        *to = narrow;
-        return view->dtype == MLS_U32 || narrow <= INT32_MAX;
+    if (bytes == 8) {
+        memcpy(&wide, from, sizeof wide);
+        return wide;
     }
-    memcpy(&wide, from, sizeof wide);
-    *to = (uint32_t)wide;
-    return wide <= UINT32_MAX; /* a negative number is large */
+    memcpy(&narrow, from, sizeof narrow);
+    return dtype == MLS_I32 && narrow > INT32_MAX ? UINT64_MAX : narrow;
+}
+
+/* Copy the ids of `view` to `tokens`, and return the number of the first one that is out
+ * of range, or of all. */
+static size_t copy_ids(const mls_tensor *view, uint32_t *tokens)
+{
+    const size_t count = view->shape[0], bytes = mls_tensor_item_bytes(view);
+    const mls_dtype dtype = view->dtype;
+    const ptrdiff_t step = view->strides[0];
+    const unsigned char *from = view->data;
+    for (size_t i = 0; i < count; i++, from += step) {
+        const uint64_t id = load_id(dtype, bytes, from);
+        if (id > UINT32_MAX) {
+            return i;
+        }
+        tokens[i] = (uint32_t)id;
+    }
+    return count;
 }
 
 /* Copy token ids from an array of integers. Negative ids are refused by their size: see
- * copy_id. */
+ * load_id. */
 mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *st)
 {
     const bool is_integer = view->dtype == MLS_I32 || view->dtype == MLS_U32 ||
@@ -61,11 +77,10 @@ mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *s
     if (tokens == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for %zu token ids", view->shape[0]);
     }
-    for (size_t i = 0; i < view->shape[0]; i++) {
-        if (!copy_id(view, view->data + view->strides[0] * (ptrdiff_t)i, &tokens[i])) {
-            mls_free(tokens);
-            return mls_fail(st, MLS_E_VALUE, "token %zu is not in 0 .. 2**32 - 1", i);
-        }
+    const size_t copied = copy_ids(view, tokens);
+    if (copied < view->shape[0]) {
+        mls_free(tokens);
+        return mls_fail(st, MLS_E_VALUE, "token %zu is not in 0 .. 2**32 - 1", copied);
     }
     *out = tokens;
     return MLS_OK;
