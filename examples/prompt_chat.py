@@ -116,6 +116,7 @@ def main():
     parser.add_argument("--model", help="the folder of a Hugging Face model")
     parser.add_argument("--mlx", action="store_true", help="run the model with mlx-lm")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--max-bytes", default="10GB", help="of the store on disk")
     arguments = parser.parse_args()
 
     engine = (Mlx if arguments.mlx else Transformers)(arguments.model)
@@ -123,7 +124,7 @@ def main():
     path, new = arguments.folder / "chat.json", arguments.folder / "chat.json.new"
     history = json.loads(path.read_text()) if path.exists() else []
     prompts = arguments.folder / "prompts"
-    with PromptStore(prompts, model=engine.identity, max_bytes="10GB") as store:
+    with PromptStore(prompts, model=engine.identity, max_bytes=arguments.max_bytes) as store:
         for message in arguments.messages:
             tokens = history + engine.tokenizer.encode(message)
             began = time.perf_counter()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _NAME = "cache"  # of the only entry, for an array or a rolling cache
 # Engines by the package of their cache classes, and the integration that converts these.
 _ENGINES = {"transformers": "transformers", "mlx_lm": "mlx"}
-# How a sequence of a batch becomes a cache of its own, for texts.
+# Code that takes a sequence out of a batch, for errors.
 _ROW_OF = {
     "transformers": "row = copy.deepcopy(cache); row.batch_select_indices(torch.tensor([i]))",
     "mlx": "row = [layer.extract(i) for layer in cache]",

@@ -46,7 +46,7 @@ class Prompt:
         return split_extras(self.extras)
 
     def key(self) -> tuple[bytes, bytes]:
-        """Return what is equal for the same prompts only."""
+        """Return token ids and extras as bytes, which are equal for the same prompts only."""
         return self.ids.tobytes(), self.extras
 
     def first(self, count: int) -> Prompt:

@@ -203,7 +203,7 @@ class PromptStore:
         tokens : sequence of int, ndarray or torch.Tensor, shape (n,) or (1, n)
             Token ids, from 0 to ``2**32 - 1``.
         extra : mapping of int to bytes, str or int, optional
-            Digests of what placeholder tokens stand for, such as an image, by the position of the
+            Digests of what placeholder tokens mean, such as an image, by the position of the
             first one. A digest counts for the block that has the position, and for all tokens
             behind it: pass the same ones to `put`.
         full : bool

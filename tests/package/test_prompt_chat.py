@@ -39,3 +39,23 @@ def test_a_killed_chat_goes_on_from_its_last_answer(tmp_path, engine):
     assert process.returncode == 0
     restored, count = map(int, re.search(r"(\d+) of (\d+) tokens restored", output).groups())
     assert restored == count - len("Go on.") - 1 >= 15  # all but the last token of the answer
+
+
+def test_a_killed_chat_stays_within_its_budget(tmp_path):
+    """The chat outgrows the budget, of about 70 tokens, before it is killed."""
+    pytest.importorskip("transformers")
+
+    def bytes_on_disk():
+        return sum(path.stat().st_size for path in (tmp_path / "prompts").iterdir())
+
+    budget = 600_000
+    options = ["--max-bytes", str(budget)]
+    with start(tmp_path, *options, *["More."] * 500) as process:
+        for _ in range(30):  # three lines for each of ten turns
+            assert process.stdout.readline()
+        process.kill()
+    assert bytes_on_disk() <= budget
+    with start(tmp_path, *options, "Go on.") as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "tokens restored" in output
+    assert 0 < bytes_on_disk() <= budget

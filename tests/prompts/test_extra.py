@@ -1,4 +1,4 @@
-"""`extra=`: prompts with other images are told apart, and share the blocks before them."""
+"""`extra=`: prompts with other images differ, and share the blocks before them."""
 
 import numpy as np
 import pytest
@@ -120,8 +120,8 @@ def test_damage_of_one_image_is_repaired_by_its_next_put(tmp_path):
         assert check_every_match(store, [TOKENS], FULL, extras[1]) == [100]
 
 
-def test_every_position_and_length_matches_what_it_holds(tmp_path):
-    """All images of a short prompt against all others: the match ends where they differ."""
+def test_a_match_ends_before_the_first_other_image(tmp_path):
+    """All images of a short prompt against all others: the match ends at the first difference."""
     tokens = TOKENS[:12]
     extras = [None] + [{place: name} for place in range(12) for name in "ab"]
     for count in (12, 10, 7):

@@ -37,8 +37,8 @@
 typedef struct mls_prompt_log mls_prompt_log;
 typedef struct mls_prompt_match mls_prompt_match;
 
-/* A prompt, borrowed. `block_tokens` is at least 1. An extra identifies what a token
- * position stands for, such as an image: it counts for the record that has the position,
+/* A prompt, borrowed. `block_tokens` is at least 1. An extra identifies the content
+ * of a placeholder token, such as an image: it counts for the record that has the token,
  * and for all records after it. */
 typedef struct mls_prompt_prefix {
     const unsigned char *fingerprint;

@@ -53,7 +53,7 @@ TEST(the_key_of_an_extra_is_the_documented_one)
     CHECK(memcmp(key.bytes, expected[1], sizeof key.bytes) == 0);
 }
 
-TEST(a_range_has_the_extras_of_its_own_tokens)
+TEST(a_range_has_only_the_extras_of_its_tokens)
 {
     unsigned char extras[3 * MLS_PROMPT_EXTRA];
     const prompt p = prompt_of(1);

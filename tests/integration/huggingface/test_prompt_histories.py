@@ -86,7 +86,7 @@ KINDS = {
 
 
 class Runs:
-    """The cache after each prompt, and the logits of its last token: what the store must give."""
+    """The cache after each prompt, and the logits of its last token."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -193,7 +193,7 @@ def carry_out(runs, folder, seed):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_random_histories_restore_what_the_engine_had(tmp_path, name):
+def test_random_histories_restore_the_cache_of_the_engine(tmp_path, name):
     if name.startswith("mlx") and importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("needs mlx_lm")
     runs, restored = Runs(KINDS[name]()), 0
