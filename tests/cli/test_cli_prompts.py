@@ -1,5 +1,7 @@
 """The commands for stores of prompts: output and exit status."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from toy_caches import FULL, HYBRID, TOKENS, flip, prefill, prefilled, store_at
@@ -41,6 +43,22 @@ def test_a_prompt_is_shown_with_tokens_and_entries(run, run_json, refused, folde
     assert status == 0 and "100 tokens" in lines[0] and "recurrent" in lines[6]
     refused("prompts", "show", "store", "xyz")
     assert "3 prompts begin with ''" in refused("prompts", "show", "store", "")
+
+
+def test_digests_of_images_are_listed_and_shown(run, run_json, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with store_at(tmp_path) as store:
+        for extra in (None, {40: "a", 60: 5}):
+            store.put(TOKENS, prefilled(FULL, TOKENS, extra), extra=extra)
+    _, data = run_json("prompts", "ls", "store")
+    (prompt,) = (each for each in data["prompts"] if each["extra"])
+    digest = hashlib.sha256(b"sa").hexdigest()
+    assert prompt["extra"] == {"40": f"sha256:{digest}", "60": prompt["extra"]["60"]}
+    _, lines, _ = run("prompts", "ls", "store")
+    assert lines[1].split()[-1] == "extra"
+    assert sorted(line.split()[-1] for line in lines[2:]) == ["0", "2"]
+    _, lines, _ = run("prompts", "show", "store", prompt["prompt"])
+    assert f"extra of token 40: sha256:{digest}" in lines
 
 
 def test_damage_is_found_and_removed(run, run_json, folder):

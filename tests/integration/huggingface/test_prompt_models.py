@@ -162,8 +162,10 @@ def test_without_a_match_a_cache_of_transformers_5_0_is_empty(model, store, monk
 def test_a_batch_of_sequences_is_refused(model, store):
     cache = DynamicCache(config=model.config)
     run(model, TOKENS[:, :20].repeat(2, 1), cache)
-    with pytest.raises(CompatibilityError, match="2 sequences"):
+    with pytest.raises(CompatibilityError, match=r"2 sequences.*batch_select_indices"):
         store.put(TOKENS[:, :20], cache)
+    with pytest.raises(ValueError, match="pass one row at a time"):
+        store.put(TOKENS[:, :20].repeat(2, 1), cache)
 
 
 def test_more_tokens_than_the_cache_has_are_refused(model, store):

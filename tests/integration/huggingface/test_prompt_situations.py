@@ -115,7 +115,15 @@ def test_a_cross_attention_needs_the_digest_of_its_input(tmp_path):
         PromptStore(tmp_path, model="t5") as store,
         pytest.raises(CompatibilityError, match="pass its digest as salt="),
     ):
-        store.put(TOKENS[:, :20], caches["a"])
+        store.put(TOKENS[:, :20], caches["a"], extra={1: "a"})
+    with PromptStore(tmp_path / "digests", model="t5") as store:
+        for digest, expected in caches.items():
+            store.put(TOKENS[:, :20], expected, extra={0: digest})
+        for digest, expected in caches.items():
+            cache = empty()
+            assert restored(store, cache, TOKENS[:, :21], extra={0: digest}) == 20
+            got, want = (each.cross_attention_cache.layers[1].keys for each in (cache, expected))
+            assert torch.equal(got, want)
     for salt, cache in caches.items():
         with PromptStore(tmp_path, model="t5", salt=salt) as store:
             store.put(TOKENS[:, :20], cache)
