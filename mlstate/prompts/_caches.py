@@ -13,6 +13,8 @@ from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
 from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
 from ..kv._cache_state import CacheState
+from ..kv._packed_object import PART as PACKED
+from ..kv._packed_object import header_of
 from ._hybrids import from_mlx
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
         state: Any = engine.from_cache(cache)
     except CompatibilityError:  # for example, its layers do not count the tokens
         state = engine.from_cache(cache, length=length)
-    check_one_sequence(state.spec, engine.__name__.rpartition(".")[2])
+    check_one_sequence(state, engine.__name__.rpartition(".")[2])
     if isinstance(cache, list | tuple):  # a cache of mlx-lm
         check_no_padding(state._layouts)
     else:
@@ -121,17 +123,22 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     return cast("CacheState", state)
 
 
-def check_one_sequence(spec: CacheSpec, engine: str) -> None:
+def check_one_sequence(state: CacheState, engine: str) -> None:
     """Raise CompatibilityError unless the cache of an engine holds one sequence.
 
     The tokens of a put identify one sequence. The batch is the first axis of the arrays. `engine`:
     "transformers" or "mlx", for the loop over the batch in the error.
     """
-    for entry in spec:
-        if entry.role in _BATCHED and entry.kind != "opaque" and entry.shape[0] != 1:
-            text = f"the cache holds {entry.shape[0]} sequences: store each of them by itself: for "
+    for entry in state.spec:
+        sequences = 1
+        if entry.role == PACKED:
+            sequences = header_of(state.arrays[entry.name], entry.name).sequences
+        elif entry.role in _BATCHED and entry.kind != "opaque":
+            sequences = entry.shape[0]
+        if sequences != 1:
+            text = f"the cache holds {sequences} sequences: store each of them by itself: for "
             text += f"each i, {_ROW_OF[engine]}; store.put(tokens[i], row)"
-            raise entry_error(entry.name, text, 1, entry.shape[0])
+            raise entry_error(entry.name, text, 1, sequences)
 
 
 def check_no_padding(layouts: Iterable[Any]) -> None:

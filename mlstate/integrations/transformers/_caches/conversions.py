@@ -11,15 +11,18 @@ from ....kv._arguments import incompatible
 from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
 from .layer_classes import (
+    WHOLE,
     Layout,
     added_class,
     check_cache,
     empty_layers,
+    has_known_class,
     layer_class,
     new_cache,
     new_layer,
 )
 from .read_cache import Reader
+from .whole_layers import check_emptied, new_like
 
 if TYPE_CHECKING:
     from ....kv import CacheState
@@ -37,6 +40,7 @@ class _Layouts(NamedTuple):
     capacity: int | None  # of the state's spec when it was made
     added_class: str | None = None  # of the layers that the cache adds as a model uses them
     cross_added_class: str | None = None
+    prototype: Any = None  # of a cache of an unknown class: see `new_like`
 
 
 @set_module("mlstate.integrations.transformers")
@@ -105,8 +109,9 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     check_cache(cache, "cache")
     decoder, cross = _parts_of(cache, "cache")
     reader, cross_reader = Reader(), Reader(_CROSS)
-    for layer in decoder.layers:
+    for layer in _layers_of(decoder):
         reader.read(layer)
+    reader.read_rest(decoder)
     for layer in () if cross is None else cross.layers:
         cross_reader.read_cross(layer)
     reader.require_entries()
@@ -119,6 +124,7 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         spec.capacity,
         added_class(decoder),
         added_class(cross),
+        None if has_known_class(decoder) else new_like(decoder),
     )
     arrays = reader.arrays | cross_reader.arrays
     return LaidOutState(spec, arrays, reader.checked_length(length), layouts)
@@ -135,9 +141,15 @@ def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
     parts = []
     for name in ("self_attention_cache", "cross_attention_cache"):
         part = getattr(cache, name, None)
-        check_cache(part, f"{label}.{name}")
+        check_cache(part, f"{label}.{name}", is_known=name == "cross_attention_cache")
         parts.append(part)
     return parts[0], parts[1]
+
+
+def _layers_of(cache: Any) -> list[Any]:
+    """Return the layers of a cache; [] for an object of a model's own, or a list of tensors."""
+    layers: list[Any] = getattr(cache, "layers", [])
+    return layers
 
 
 @set_module("mlstate.integrations.transformers")
@@ -195,16 +207,18 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     (True, 10)
     """
     filler = Filler(state, is_shared=into is None)
+    if into is not None:
+        check_cache(into, "into")
     cache = _new_cache(state) if into is None else into
-    check_cache(cache, "into")
     decoder, cross = _parts_of(cache, "into")
     added = _missing_layers(state, decoder, "")
     cross_added = _missing_layers(state, cross, _CROSS)
-    for index, layer in enumerate([*decoder.layers, *added]):
+    filler.plan_rest(decoder)
+    for index, layer in enumerate([*_layers_of(decoder), *added]):
         filler.plan(layer, index)
     for index, layer in enumerate([] if cross is None else [*cross.layers, *cross_added]):
         filler.plan(layer, index, _CROSS)
-    filler.changes.append(partial(decoder.layers.extend, added))
+    filler.changes.append(partial(_layers_of(decoder).extend, added))
     if cross is not None:
         filler.changes.append(partial(cross.layers.extend, cross_added))
         count = len(cross.layers) + len(cross_added)
@@ -223,8 +237,12 @@ def empty_cache(cache: Any) -> None:
     layers = [
         (layer, layer_class(layer, str(index)))
         for part in parts
-        for index, layer in enumerate(part.layers)
+        for index, layer in enumerate(_layers_of(part))
     ]
+    layers += [(part, WHOLE) for part in parts if not has_known_class(part)]
+    for layer, cls in layers:
+        if cls.is_whole:
+            check_emptied(layer, f"a {type(layer).__name__}")
     empty_layers(layers, keep=True)
     if len(parts) > 1:
         cache.is_updated = dict.fromkeys(cache.is_updated, False)
@@ -257,11 +275,12 @@ def _new_cache(state: CacheState) -> Any:
 
     assert isinstance(state, LaidOutState)
     layers = [_new_layer(state, layouts, index) for index in range(len(layouts.layers))]
-    decoder = new_cache(layouts.class_name, layers, layouts.added_class)
+    layout = Layout(layouts.class_name, {}, layouts.prototype)
+    decoder = new_cache(layout, layers, layouts.added_class)
     if layouts.cross_class_name is None:
         return decoder
     cross_layers = [new_layer(each) for each in layouts.cross_layers]
-    cross = new_cache(layouts.cross_class_name, cross_layers, layouts.cross_added_class)
+    cross = new_cache(Layout(layouts.cross_class_name, {}), cross_layers, layouts.cross_added_class)
     return EncoderDecoderCache(decoder, cross)
 
 

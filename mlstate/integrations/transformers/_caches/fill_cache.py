@@ -17,16 +17,20 @@ from ....kv._arguments import incompatible, tokens_error
 from ....kv._cache_spec import CacheEntry, entry_error
 from ....kv._snapshot import check_separate
 from ..._caches import EntryPlan
+from ....kv._packed_object import PART
 from ...torch._tensors.state import tensors_of
 from .layer_classes import (
+    WHOLE,
     LayerClass,
     checked_tensor,
     empty_layers,
+    has_known_class,
     layer_class,
     state_of,
     tensor_of,
     value_of,
 )
+from .whole_layers import CACHE, holds_elements, new_like, plan_whole, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,6 +64,8 @@ class Filler(EntryPlan):
         self.layers.append((layer, vars(new)))
         self._classes.append((layer, cls))
         at = _Place(self, new, where, cls, is_cross=bool(prefix))
+        if cls.is_whole:
+            _plan_whole(at)
         if cls.attention:
             _PLANS[cls.attention](at)
         if cls.has_indexer:
@@ -67,8 +73,26 @@ class Filler(EntryPlan):
         if cls.is_linear:
             _plan_states(at)
         # a cross-attention has no entry before the encoder was run
-        if (cls.attention or cls.is_linear) and (not prefix or "cross" in self._filled):
-            self.require_layer(where, index)
+        if cls.has_tokens and (not prefix or "cross" in self._filled):
+            # a cache of an unknown class may keep the state of a layer itself
+            if prefix or CACHE not in self._filled:
+                self.require_layer(where, index)
+
+    def plan_rest(self, cache: Any) -> None:
+        """Plan the attributes of a cache of an unknown class beside its layers.
+
+        Raises CompatibilityError if they do not fit.
+        """
+        if has_known_class(cache):
+            return
+        new: Any = new_like(cache, is_whole=True)
+        at = _Place(self, new, CACHE, WHOLE._replace(name=type(cache).__name__), is_cross=False)
+        values = _plan_whole(at)
+        if isinstance(cache, list):
+            self.changes.append(partial(cache.__setitem__, slice(None), values))
+        else:
+            self.layers.append((cache, values))
+            self._classes.append((cache, at.cls))
 
     def write_all(self) -> None:
         """Make all planned writes; raise CompatibilityError before if two would meet in memory."""
@@ -296,6 +320,23 @@ def _plan_dynamic(at: _Place) -> None:
             layer.cumulative_length = at.filler.length
 
     at.write(write)
+
+
+def _plan_whole(at: _Place) -> Any:
+    """Check that an object of an unknown class can take its array; return its new attributes.
+
+    A layer gets them now, as it is a copy.
+    """
+    entry, label = at.entry(PART, "opaque"), f"layer {at.where}"
+    if entry is None:
+        at.require_empty(holds_elements(at.layer))
+        return at.layer if isinstance(at.layer, list) else values_of(at.layer)
+    is_new = at.filler.is_shared
+    planned = plan_whole(at.layer, at.tensor(entry), entry.name, label, is_new=is_new)
+    at.filler.fills.extend(planned.fills)
+    if at.where != CACHE:
+        vars(at.layer).update(planned.values)
+    return planned.values
 
 
 def _plan_fp8(at: _Place) -> None:

@@ -10,8 +10,10 @@ from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ...._common.arrays import is_torch
 from ...._common.changes import exchange
 from ....kv._arguments import incompatible
+from .whole_layers import emptied, new_like
 
 if TYPE_CHECKING:
     from ....errors import CompatibilityError
@@ -27,6 +29,12 @@ class LayerClass(NamedTuple):
     is_sliding: bool = False
     has_indexer: bool = False  # the keys of a sparse attention's indexer
     is_linear: bool = False  # states of convolutions and of a linear attention
+    is_whole: bool = False  # of an unknown class: stored as one array
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether a layer has tokens after a prompt, unless it uses those of another one."""
+        return bool(self.attention or self.is_linear or self.is_whole)
 
 
 _CLASSES = (
@@ -51,11 +59,8 @@ _CLASSES = (
     ),
     LayerClass("DummyLayer", ""),
 )
+WHOLE = LayerClass("", "", is_whole=True)
 _CACHES = ("Cache", "DynamicCache", "StaticCache", "QuantizedCache", "EncoderDecoderCache")
-_REFUSED = {
-    "QuantoQuantizedLayer": "quanto",
-    "HQQQuantizedLayer": "hqq",
-}
 
 
 class Layout(NamedTuple):
@@ -63,6 +68,7 @@ class Layout(NamedTuple):
 
     class_name: str
     options: dict[str, int]  # of the constructor
+    prototype: Any = None  # of an unknown class: see `new_like`
 
 
 @cache
@@ -89,6 +95,8 @@ def new_layer(layout: Layout, **options: int) -> Any:
     """
     from transformers import cache_utils
 
+    if layout.prototype is not None:
+        return new_like(layout.prototype)
     return getattr(cache_utils, layout.class_name)(**{**layout.options, **options})
 
 
@@ -101,59 +109,67 @@ def added_class(cache: object) -> str | None:
     return cls.__name__ if cls in _layer_classes() else None
 
 
-def new_cache(class_name: str, layers: list[Any], added: str | None) -> Any:
-    """Create a cache of `layers`, of the class with this name, without the config of a model.
+def new_cache(layout: Layout, layers: list[Any], added: str | None) -> Any:
+    """Create a cache of `layers`, of a layout's class, without the config of a model.
 
     The class's own constructor is not called: it would create the layers from the config. `added`:
     see `added_class`.
     """
     from transformers import cache_utils
 
-    new = object.__new__(getattr(cache_utils, class_name))
+    if layout.prototype is None:
+        new = object.__new__(getattr(cache_utils, layout.class_name))
+    else:
+        new = new_like(layout.prototype)
+    if not isinstance(new, cache_utils.Cache):
+        return new
     cache_utils.Cache.__init__(new, layers=layers)
     if added is not None:
         new.layer_class_to_replicate = getattr(cache_utils, added)
     return new
 
 
-def check_cache(cache: Any, label: str) -> None:
-    """Raise unless `cache` is of a known class of transformers, and is not offloaded.
+def check_cache(cache: Any, label: str, *, is_known: bool = False) -> None:
+    """Raise unless `cache` is a cache of transformers that is not offloaded, or a list of tensors.
 
-    `label`: name of the argument, for errors. Raises TypeError or CompatibilityError.
+    `label`: name of the argument, for errors. `is_known`: the class must be known too. Raises
+    TypeError or CompatibilityError.
     """
     from transformers.cache_utils import Cache
 
-    if not isinstance(cache, Cache):
-        raise TypeError(f"{label} must be a Cache of transformers, got {type(cache).__name__}")
-    if type(cache) not in _cache_classes():
-        text = f"{label} is a {type(cache).__name__}, and the additions of this class are unknown"
-        raise incompatible(text, None, ", ".join(_CACHES), type(cache).__name__)
+    name = type(cache).__name__
+    is_of_model = type(cache).__module__.startswith("transformers.models.")
+    is_tensors = type(cache) is list and bool(cache) and all(map(is_torch, cache))
+    if not (isinstance(cache, Cache) or is_of_model or is_tensors):
+        raise TypeError(f"{label} must be a Cache of transformers, got {name}")
+    if is_known and not has_known_class(cache):
+        text = f"{label} is a {name}, and the additions of this class are unknown"
+        raise incompatible(text, None, ", ".join(_CACHES), name)
     if getattr(cache, "offloading", False):
         text = f"{label} offloads its layers: their tensors are being moved between devices"
         raise incompatible(text, None, "offloading=False", "offloading=True")
 
 
-def layer_class(layer: object, where: str) -> LayerClass:
-    """Return the description of a layer's class; raise CompatibilityError if it is not known.
+def has_known_class(cache: object) -> bool:
+    """Return whether a cache is of one of transformers' own classes: it is its layers."""
+    return type(cache) in _cache_classes()
 
-    A subclass of a known class is not known. `where`: place of the layer in the cache, such as "3",
-    for errors.
+
+def layer_class(layer: object, where: str) -> LayerClass:
+    """Return the description of a layer's class, also of an unknown one.
+
+    A subclass of a known class is not known. Raises CompatibilityError for objects that may keep
+    values elsewhere than in their attributes. `where`: place of the layer in the cache, such as
+    "3", for errors.
     """
     description = _layer_classes().get(type(layer))
     if description is not None:
         return description
     name = type(layer).__name__
-    library = next(
-        (_REFUSED[c.__name__] for c in type(layer).__mro__ if c.__name__ in _REFUSED), ""
-    )
-    if library:
-        text = (
-            f"layer {where} is a {name}: its codes have the layout of {library}, which changes "
-            "between versions; use the fp8 backend, or CacheState.quantize"
-        )
-    else:
-        text = f"layer {where} is a {name}, which is an unknown class"
-    raise incompatible(text, where, ", ".join(each.name for each in _CLASSES), name)
+    if not hasattr(layer, "__dict__") or any(vars(c).get("__slots__") for c in type(layer).__mro__):
+        text = f"layer {where} is a {name}, which is an unknown class without attributes"
+        raise incompatible(text, where, ", ".join(each.name for each in _CLASSES), name)
+    return WHOLE._replace(name=name)
 
 
 def empty_layers(layers: list[tuple[Any, LayerClass]], *, keep: bool = False) -> None:
@@ -164,6 +180,9 @@ def empty_layers(layers: list[tuple[Any, LayerClass]], *, keep: bool = False) ->
     """
     import torch
 
+    whole = [layer for layer, cls in layers if cls.is_whole]
+    exchange(partial(vars(layer).update, emptied(layer)) for layer in whole)
+    layers = [pair for pair in layers if not pair[1].is_whole]
     before = [dict(vars(layer)) for layer, _ in layers]  # frees no tensor between two layers
     classes = [cls for _, cls in layers]
     empty = [_empty_attributes(*pair) for pair in zip(before, classes, strict=True)]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ....kv import CacheEntry
 from ....kv._arguments import as_count, incompatible
 from ..._caches import EntryReader, is_unwritten
+from ....kv._packed_object import PART
 from .layer_classes import (
     LayerClass,
     Layout,
     checked_tensor,
+    has_known_class,
     layer_class,
     state_of,
     tensor_of,
     unknown_layout,
     value_of,
 )
+from .whole_layers import NAME, holds_elements, new_like, read_layer, read_whole
 
 
 class Reader(EntryReader):
@@ -24,6 +28,7 @@ class Reader(EntryReader):
     def __init__(self, prefix: str = "") -> None:
         super().__init__(prefix)
         self.layouts: list[Layout] = []
+        self._empty: list[tuple[int, str]] = []  # indices and classes of layers without a token
 
     def read(self, layer: Any) -> None:
         """Add the entries of the cache's next layer; no tensor is copied.
@@ -35,6 +40,16 @@ class Reader(EntryReader):
         cls = layer_class(layer, where)
         at = _Place(self, layer, index, where, cls)
         options: dict[str, int] = {}
+        entries = len(self.entries)
+        if cls.is_whole:
+            self.layouts.append(Layout(cls.name, options, new_like(layer)))
+            whole, tokens = read_layer(layer, where)
+            if whole is not None:
+                at.add(PART, whole, "opaque")
+            if tokens:
+                self.count(tokens, where)
+            self._note_empty(cls, index, entries)
+            return
         if cls.attention == "static":
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
             if cls.is_sliding:
@@ -54,6 +69,42 @@ class Reader(EntryReader):
             _read_indexer(at)
         if cls.is_linear:
             _read_states(at, options["number_of_states"])
+        self._note_empty(cls, index, entries)
+
+    def _note_empty(self, cls: LayerClass, index: int, entries: int) -> None:
+        """Note a layer that has no token; `entries`: number of entries before it."""
+        if cls.has_tokens and len(self.entries) == entries:
+            self._empty.append((index, cls.name))
+
+    def read_rest(self, cache: Any) -> None:
+        """Add the attributes of a cache of an unknown class beside its layers, as one array.
+
+        Raises CompatibilityError if such a cache cannot be restored, or if a layer before one with
+        tokens has none, so its state is not in the cache.
+        """
+        is_known = has_known_class(cache)
+        holds_states = not is_known and holds_elements(cache)
+        if not holds_states:
+            self._refuse_absent_states()
+        if holds_states or (self.entries and not is_known):
+            whole = read_whole(cache, "the cache")
+            self.arrays[NAME] = whole
+            shape = tuple(whole.shape)
+            self.entries.append(CacheEntry(NAME, "opaque", shape, whole.dtype, role=PART))
+
+    def _refuse_absent_states(self) -> None:
+        """Raise CompatibilityError if a layer has no token, and a later one has.
+
+        Layers that use the tensors of another one come after it.
+        """
+        last = max((entry.layer or 0 for entry in self.entries), default=-1)
+        for index, name in self._empty:
+            if index < last:
+                text = f"layer {index} is a {name} without a token, and layer {last} has tokens: "
+                text += "the model keeps this layer's state elsewhere, such as in its modules, and "
+                text += "the cache cannot be restored. If the layer has no attention, use "
+                text += "DynamicCache(config=model.config)"
+                raise incompatible(text, str(index), "tokens in each layer", "none")
 
     def read_cross(self, layer: Any) -> None:
         """Add the next layer of a cross-attention; its tokens do not change, so it is opaque.
