@@ -128,7 +128,11 @@ class EntryReader:
         elif self.length != tokens:
             text = f"layer {where} has {tokens} tokens, but layer {self._counted_by} {self.length}"
             raise incompatible(
-                f"{text}: the layers of one cache have the same number", where, self.length, tokens
+                f"{text}: the layers of one cache have the same number; split a list of a model "
+                "and its draft model, and pass each part by itself",
+                where,
+                self.length,
+                tokens,
             )
 
     def require_entries(self) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.arrays import is_torch, names_sharing_memory
-from .._common.dtypes import name_of, numpy_dtype
+from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from ._arguments import incompatible
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def unpack(whole: Any, where: str) -> Any:
     arrays, start = [], header.end
     try:
         for dtype, shape in header.arrays:
-            count = int(np.prod(shape, dtype=np.int64)) * numpy_dtype(dtype).itemsize
+            count = int(np.prod(shape, dtype=np.int64)) * _numpy_dtype(dtype).itemsize
             part = whole[start : start + count]
             part = part.clone() if is_torch(part) else part.copy()
             arrays.append(part.view(_dtype_like(whole, dtype)).reshape(shape))
@@ -215,7 +215,7 @@ def _is_same(new: Any, old: Any) -> bool:
     if type(old) is Kept:
         return True
     if is_torch(old) or isinstance(old, np.ndarray):
-        is_alike = new.dtype == old.dtype and new.shape == old.shape
+        is_alike = name_of(new.dtype) == name_of(old.dtype) and new.shape == old.shape
         return bool(is_alike and (_bytes_of(new) == _bytes_of(old)).all())
     return type(new) is type(old) and (new == old or new != new)
 
@@ -254,10 +254,14 @@ def _joined(parts: list[Any], like: list[Any]) -> Any:
     return torch.cat(parts)
 
 
+def _numpy_dtype(name: str) -> Any:
+    return stored_dtype(name) if name in EXTENSIONS else np.dtype(name)
+
+
 def _dtype_like(whole: Any, name: str) -> Any:
     """Return a dtype of the library of `whole`."""
     if not is_torch(whole):
-        return numpy_dtype(name)
+        return _numpy_dtype(name)
     import torch
 
     dtype = getattr(torch, name)

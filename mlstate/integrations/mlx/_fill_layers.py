@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ from ..._common.dtypes import name_of
 from ..._common.text import count_text
 from ...kv._arguments import incompatible
 from ...kv._cache_spec import entry_error
+from ...kv._packed_object import PART, class_name, header_of, leaves_of, map_leaves, unpack
 from .._caches import UNWRITTEN, EntryPlan
 from ._arrays import make_array
-from ._layer_values import CLASSES, LayerValues
+from ._layer_values import CLASSES, LayerClass, LayerValues
 from ._live_layers import read_layer
 from ._read_entries import Layout, layout_of
 
@@ -68,7 +70,8 @@ class Filler(EntryPlan):
                 self._plan(layer.caches[i], child, f"{where}.{i}", layouts[i])
             return
         at = _Place(self, current, where, {} if layout is None else layout.options)
-        self.layers.append((layer, _PLANS[name](at)))
+        plan = _PLANS[name] if current.cls.unknown is None else partial(_plan_packed, layer)
+        self.layers.append((layer, plan(at)))
 
 
 def layouts_for(
@@ -378,6 +381,41 @@ def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
     return {**arrays, **_batch_counters(at, entries), **counters, **_unwritten(at, entries)}
 
 
+def _plan_packed(layer: Any, at: _Place) -> dict[str, Any]:
+    """Return the new attributes of a layer of an unknown class; {} if the state has no tokens.
+
+    Raises CompatibilityError for another class, or another number that its constructor got: a layer
+    without tokens has no other numbers than these, so the layer must be empty.
+    """
+    name, values = at.before.cls.name, at.before.values
+    entry = at.filler.entry(at.where, name, PART, "opaque")
+    if entry is None or values[PART] is not None:
+        at.filler.require_empty(at.where, entry is None and values[PART] is not None)
+        if entry is None:
+            return {}
+        text = f"layer {at.where} is a {name}, which is an unknown class, and has tokens"
+        raise incompatible(f"{text}: pass a new cache", at.where, "an empty layer", "tokens")
+    packed, label = at.filler.arrays[entry.name], f"layer {at.where}"
+    got, stored = class_name(layer), header_of(packed, label).class_name
+    if got != stored:
+        raise incompatible(
+            f"{label} is a {got}, and the array is of a {stored}", label, stored, got
+        )
+    new = unpack(packed, label)
+    leaves = leaves_of(new)
+    for path, value in leaves_of(vars(layer)).items():
+        if type(value) in (int, float, str) and value and leaves.get(path) != value:
+            text = (
+                f"{label} has {path}={value!r}, and the array is of one with {leaves.get(path)!r}"
+            )
+            raise incompatible(text, label, leaves.get(path), value)
+
+    def make(_: str, value: Any) -> Any:
+        return make_array(value, entry.name) if isinstance(value, np.ndarray) else value
+
+    return dict(map_leaves(new, make))
+
+
 # By class: checks the entries for the layer `at`, and returns its new attributes by name.
 _PLANS = {
     "KVCache": _plan_full,
@@ -401,6 +439,8 @@ def empty_layer(layout: Layout, where: str, state: CacheState) -> LayerValues:
         parts = enumerate(layout.children)
         children = [empty_layer(child, f"{where}.{i}", state) for i, child in parts]
         return LayerValues(CLASSES[name], {}, children)
+    if "unknown" in options:
+        return LayerValues(LayerClass(name, {}, unknown=options["unknown"]), {PART: None}, [])
     entry = state.spec._by_name.get(f"{where}.keys")
     if entry is not None and {name, entry.kind} in _CLASS_AND_KIND_DIFFER:
         name = "QuantizedKVCache" if entry.kind == "quantized" else "KVCache"

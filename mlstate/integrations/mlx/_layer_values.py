@@ -22,6 +22,7 @@ class LayerClass(NamedTuple):
     name: str
     fields: dict[str, FieldKind]
     pending: str | None = None  # an attribute that is not None between `prepare` and `finalize`
+    unknown: type | None = None  # a class that mlstate does not know: its layers are packed
 
 
 _KV: dict[str, FieldKind] = {"keys": "rows", "values": "rows"}

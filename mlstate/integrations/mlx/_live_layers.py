@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...kv._arguments import incompatible
+from ...kv._packed_object import PART, class_name, map_leaves, pack
 from .._caches import is_unwritten
 from ._arrays import make_array, view_array
 from ._layer_values import CLASSES, FieldKind, LayerClass, LayerValues, find_problem
@@ -65,8 +66,13 @@ def unknown_layout(layer: object, where: str, attribute: str, text: str) -> Comp
 
 
 def class_of(layer: object, where: str) -> LayerClass:
-    """Return the description of a layer's class, or raise CompatibilityError if it is unknown."""
+    """Return the description of a layer's class; raise CompatibilityError if it has no attributes.
+
+    The description of an unknown class has no fields.
+    """
     cls = _layer_classes().get(type(layer))
+    if cls is None and hasattr(type(layer), "state") and hasattr(layer, "__dict__"):
+        return LayerClass(type(layer).__name__, {}, unknown=type(layer))
     if cls is None:
         name = type(layer).__name__
         text = f"layer {where} is a {name}, which is an unknown class"
@@ -92,6 +98,8 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
         return LayerValues(
             cls, {}, [read_layer(each, f"{where}.{i}", depth + 1) for i, each in parts]
         )
+    if cls.unknown is not None:
+        return LayerValues(cls, _read_packed(layer, where), [])
     if cls.pending is not None and getattr(layer, cls.pending, None) is not None:
         text = f"layer {where} is being filled: call finalize() of the {cls.name} first"
         raise incompatible(text, where, f"{cls.pending} is None", cls.pending)
@@ -113,17 +121,47 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
     return result
 
 
-def refuse_unwritten(layers: list[LayerValues], place: str = "") -> None:
-    """Raise CompatibilityError if a ring has a slot without its token: a file cannot note it.
+def refuse_unstored(layers: list[LayerValues], place: str = "") -> None:
+    """Raise CompatibilityError for layers that a prompt file cannot hold.
 
-    `place`: of the layers, before their indices.
+    These are rings that have a slot without its token, and layers of unknown classes. `place`: of
+    the layers, before their indices.
     """
     for i, layer in enumerate(layers):
-        refuse_unwritten(layer.children, f"{place}{i}.")
+        refuse_unstored(layer.children, f"{place}{i}.")
+        if layer.cls.unknown is not None:
+            text = f"layer {place}{i} is a {layer.cls.name}, which is an unknown class: prompt "
+            text += "files hold known ones only; use from_cache, and mlstate.save or a PromptStore"
+            raise incompatible(text, f"{place}{i}", ", ".join(CLASSES), layer.cls.name)
         if layer.is_unwritten and (layer.tokens or 0) >= layer.positions:
             text = f"layer {place}{i}: the slot of the oldest token is not written, and the file "
             text += "would have it as a token: feed one more token first"
             raise incompatible(text, f"{place}{i}", "tokens in all slots", "a slot without a token")
+
+
+def _read_packed(layer: Any, where: str) -> dict[str, Any]:
+    """Return the attributes of a layer of an unknown class as one array, and its tokens.
+
+    The array is None if the layer has no token. Raises CompatibilityError if an attribute is not of
+    arrays, numbers and texts.
+    """
+    import mlx.core as mx
+
+    views: dict[int, Any] = {}
+
+    def view(_: str, value: Any) -> Any:
+        if not isinstance(value, mx.array):
+            return value
+        if id(value) not in views:
+            views[id(value)] = view_array(value)
+        return views[id(value)]
+
+    values = map_leaves(vars(layer), view)
+    if not any(array.size > 1 for array in views.values()):
+        return {PART: None}
+    packed = pack(values, class_name(layer), {}, f"layer {where}")
+    offset = values.get("offset")
+    return {PART: packed, "offset": offset if type(offset) is int else None}
 
 
 def _read_value(value: Any, kind: FieldKind) -> Any:
@@ -147,11 +185,13 @@ def new_layer(layer: LayerValues, where: str) -> Any:
     Arrays are copied, except views that `view_array` made of mlx's own. `where`: place of the
     layer, for errors. The constructor is not called, except for a CacheList.
     """
-    cls = getattr(_import_classes(), layer.cls.name)
+    cls = layer.cls.unknown or getattr(_import_classes(), layer.cls.name)
     if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)
         return cls(*(new_layer(each, f"{where}.{i}") for i, each in parts))
     instance = cls.__new__(cls)
+    if layer.cls.unknown is not None:
+        return instance  # it gets all of its attributes later
     values = {name: _make_value(value, f"{where}.{name}") for name, value in layer.values.items()}
     if layer.cls.pending is not None:
         values[layer.cls.pending] = None

@@ -14,7 +14,7 @@ from ._live_layers import (
     installed_generation,
     new_layer,
     read_layer,
-    refuse_unwritten,
+    refuse_unstored,
 )
 from ._prompt_file import PromptFile, flatten_prompt, parse_prompt
 
@@ -77,7 +77,7 @@ def save_prompt_cache(
     """
     check_cache(cache, "cache")
     layers = [read_layer(layer, str(i)) for i, layer in enumerate(cache)]
-    refuse_unwritten(layers)
+    refuse_unstored(layers)
     texts = {} if metadata is None else metadata
     arrays, entries = flatten_prompt(layers, texts, installed_generation())
     save_file(arrays, path, entries)

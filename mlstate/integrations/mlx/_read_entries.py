@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ...errors import CompatibilityError
 from ...kv import CacheEntry
 from ...kv._arguments import incompatible
+from ...kv._packed_object import PART
 from .._caches import EntryReader
 from ._layer_values import LayerValues
 
@@ -49,6 +50,10 @@ class Reader(EntryReader):
         for i, state in enumerate(layer.values.get("cache", ())):
             if state is not None:
                 self.add(where, index, f"states.{i}", state, "recurrent")
+        if layer.values.get(PART) is not None:
+            self.add(where, index, PART, layer.values[PART], "opaque")
+            if layer.tokens is not None:
+                self.count(layer.tokens, where)
         if name not in _READ or layer.is_empty:
             return
         _READ[name](_Place(self, layer, index, where))
@@ -199,7 +204,9 @@ def layout_of(layer: LayerValues, length: int) -> Layout:
     name, values = layer.cls.name, layer.values
     names = ("group_size", "bits", "keep", "max_size", "chunk_size")
     options: dict[str, Any] = {name: values[name] for name in names if name in values}
-    if name == "ArraysCache":
+    if layer.cls.unknown is not None:
+        options = {"unknown": layer.cls.unknown}
+    elif name == "ArraysCache":
         options = {"size": len(values["cache"])}
         for vector in ("left_padding", "lengths"):
             options[vector] = None if values[vector] is None else values[vector].tolist()

@@ -15,9 +15,9 @@ from ...._common.arrays import (
 )
 from ....kv._arguments import incompatible, tokens_error
 from ....kv._cache_spec import CacheEntry, entry_error
+from ....kv._packed_object import PART
 from ....kv._snapshot import check_separate
 from ..._caches import EntryPlan
-from ....kv._packed_object import PART
 from ...torch._tensors.state import tensors_of
 from .layer_classes import (
     WHOLE,
@@ -73,10 +73,10 @@ class Filler(EntryPlan):
         if cls.is_linear:
             _plan_states(at)
         # a cross-attention has no entry before the encoder was run
-        if cls.has_tokens and (not prefix or "cross" in self._filled):
-            # a cache of an unknown class may keep the state of a layer itself
-            if prefix or CACHE not in self._filled:
-                self.require_layer(where, index)
+        # a cache of an unknown class may keep the state of a layer itself
+        is_needed = "cross" in self._filled if prefix else CACHE not in self._filled
+        if cls.has_tokens and is_needed:
+            self.require_layer(where, index)
 
     def plan_rest(self, cache: Any) -> None:
         """Plan the attributes of a cache of an unknown class beside its layers.

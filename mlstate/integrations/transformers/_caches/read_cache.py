@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ....kv import CacheEntry
 from ....kv._arguments import as_count, incompatible
-from ..._caches import EntryReader, is_unwritten
 from ....kv._packed_object import PART
+from ..._caches import EntryReader, is_unwritten
 from .layer_classes import (
     LayerClass,
     Layout,

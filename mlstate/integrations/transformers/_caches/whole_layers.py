@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.arrays import is_torch, overwrite
 from ....kv._arguments import incompatible
-from ....kv._packed_object import PART, Kept, class_name, header_of, leaves_of, map_leaves, pack, unpack
+from ....kv._packed_object import (
+    PART,
+    Kept,
+    class_name,
+    header_of,
+    leaves_of,
+    map_leaves,
+    pack,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,9 +233,7 @@ def _is_allocated(value: Any) -> bool:
     return is_torch(value) and value.numel() > 1
 
 
-def _check_tensors(
-    before: dict[str, Any], after: dict[str, Any], where: str, label: str
-) -> None:
+def _check_tensors(before: dict[str, Any], after: dict[str, Any], where: str, label: str) -> None:
     """Raise CompatibilityError unless tensors fit the ones that they replace.
 
     One axis may differ beside the first one, as the number of tokens does, but not the last one.
