@@ -12,7 +12,8 @@ SIZES = dict.fromkeys(
      "attention_hidden_size"], 32,
 ) | dict.fromkeys(
     ["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "moe_intermediate_size", "d_ff",
-     "shared_expert_intermediate_size", "block_ff_dim", "intermediate_size_mlp", "ffn_intermediate_size",
+     "shared_expert_intermediate_size", "block_ff_dim", "intermediate_size_mlp",
+     "ffn_intermediate_size",
      "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "mlp_hidden_size",
      "shared_intermediate_size", "intermediate_dim", "moe_ffn_hidden_size"], 48,
 ) | dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "n_layers"], 4) | dict.fromkeys(
@@ -24,16 +25,19 @@ SIZES = dict.fromkeys(
     ["head_dim", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "linear_key_head_dim",
      "linear_value_head_dim", "mamba_d_state", "state_size", "ssm_state_size", "block_multiple_of",
      "hidden_size_per_layer_input", "laurel_rank", "head_size"], 8,
-) | dict.fromkeys(["kv_lora_rank", "q_lora_rank", "index_head_dim", "mamba_d_head", "mamba_head_dim"], 16) | dict.fromkeys(
-    ["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "linear_conv_kernel_dim",
-     "conv_kernel", "mamba_d_conv", "short_conv_kernel_size"], 4,
+) | dict.fromkeys(
+    ["kv_lora_rank", "q_lora_rank", "index_head_dim", "mamba_d_head", "mamba_head_dim"], 16
+) | dict.fromkeys(
+    ["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts",
+     "linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", "short_conv_kernel_size"], 4,
 ) | {
     "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "moe_topk": 2, "moe_k": 2, "top_k": 2, "index_n_heads": 2, "index_topk": 64, "vocab_size": 97,
     "vocab_size_per_layer_input": 97, "max_position_embeddings": 512, "sliding_window": 16,
     "attention_chunk_size": 16, "window_size": 16, "n_positions": 512, "n_ctx": 512,
     "rope_theta": 10000.0, "rope_local_base_freq": 10000.0, "chunk_size": 8, "mamba_chunk_size": 8,
-    "num_shared_experts": 1, "n_shared_experts": 1, "n_groups": 1, "mamba_n_groups": 1, "num_kv_shared_layers": 0,
+    "num_shared_experts": 1, "n_shared_experts": 1, "n_groups": 1, "mamba_n_groups": 1,
+    "num_kv_shared_layers": 0,
     "conv_window": 2, "full_attention_interval": 2, "sliding_window_pattern": 2, "mamba_expand": 2,
     "layer_group_size": 2, "num_kv_reuse_layers": 1, "interleave_moe_layer_step": 2, "expand": 2,
     "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "use_cache": True,
@@ -41,7 +45,7 @@ SIZES = dict.fromkeys(
 }  # fmt: skip
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 TEXT = {**SIZES, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_traditional": False}
-MIXED_RATES = {
+YARN = {
     "rope_scaling": {
         "type": "yarn",
         "factor": 1.0,
@@ -51,7 +55,7 @@ MIXED_RATES = {
         "original_max_position_embeddings": 512,
     }
 }
-# What the sizes above do not say; None: a type whose arguments are all known.
+# Arguments of types that need more than the sizes above.
 EXTRA = {
     "Klear": {"mlp_only_layers": [0]},
     "afmoe": SLIDING,
@@ -60,7 +64,7 @@ EXTRA = {
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
     },
-    "deepseek_v2": MIXED_RATES,
+    "deepseek_v2": YARN,
     "exaone4": {"sliding_window_pattern": "LG"},
     "exaone_moe": {**SLIDING, "is_moe_layer": [False, True] * 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
@@ -145,7 +149,7 @@ EXTRA = {
         "moe_layer_freq": [0, 1, 1, 1],
         "topk_method": "noaux_tc",
     },
-    "minicpm3": MIXED_RATES,
+    "minicpm3": YARN,
     "ministral3": {
         "rope_parameters": {
             "rope_theta": 10000.0,

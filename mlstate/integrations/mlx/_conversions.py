@@ -38,9 +38,10 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
     Raises
     ------
     CompatibilityError
-        A layer is of an unknown class, or has other attributes than in mlx-lm 0.31 and 0.32; layers
-        have different numbers of tokens; no layer has a token; or a layer of a batch is between
-        ``prepare`` and ``finalize``. A ValueError.
+        A layer of an unknown class has other attributes than arrays, numbers and texts, or a layer
+        of a known one others than in mlx-lm 0.31 and 0.32; layers have different numbers of tokens;
+        no layer has a token; or a layer of a batch is between ``prepare`` and ``finalize``. A
+        ValueError.
     TypeError
         `cache` is not a list of layers.
     RuntimeError
@@ -59,6 +60,7 @@ def from_cache(cache: list[Any], *, length: int | None = None) -> CacheState:
     BatchRotatingKVCache, ChunkedKVCache  ``keys``, ``values``: sliding, without sinks
     ArraysCache                           ``states.<i>``: recurrent
     CacheList                             the entries of its layers, as ``<layer>.<i>.keys``
+    layers of other classes               ``whole``: opaque, bytes of all attributes, copied
     ====================================  ===============================================
 
     Arrays that are lazy are computed. mlx does not write to the memory of the state: if the cache

@@ -450,8 +450,10 @@ def _batch():
 
 
 REFUSED = {
-    "subclass": (lambda: feed(Unknown(), [9]), "layer 0 is a Unknown, which is an unknown class"),
-    "concatenating": (lambda: feed(models.ConcatenateKVCache(), [9]), "unknown class"),
+    "subclass": (
+        lambda: _with(feed(Unknown(), [9]), note=object()),
+        "layer 0 is a Unknown, which is an unknown class, and its note is of type object",
+    ),
     "no layer": (lambda: None, "layer 0 is a NoneType, which is an unknown class"),
     "no offset": (lambda: _without("offset"), "KVCache.offset is absent: the layout of mlx-lm"),
     "offset of mlx": (lambda: _with(_full(), offset=mx.array(9)), "offset is an array of int32"),

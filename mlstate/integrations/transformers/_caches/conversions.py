@@ -49,9 +49,9 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
 
     Parameters
     ----------
-    cache : transformers.Cache
-        A DynamicCache, StaticCache, QuantizedCache of the fp8 backend, EncoderDecoderCache, or a
-        Cache of such layers. It is not changed.
+    cache : transformers.Cache, object or list of torch.Tensor
+        A Cache, a cache of a model's own class, such as xLSTMCache, or a list of tensors. It is not
+        changed.
     length : int, optional
         Number of tokens of a cache that consists of linear attention only, whose layers do not
         count them. For another cache, this must be its number of tokens.
@@ -66,9 +66,10 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     Raises
     ------
     CompatibilityError
-        A layer or the cache is of an unknown class, or of quanto or hqq; it has other attributes
-        than in transformers 5.23 and 5.24; layers have different numbers of tokens; no layer has a
-        token; or the cache offloads its layers. A ValueError.
+        An object of an unknown class has other attributes than tensors, numbers and texts, or
+        tensors that share memory; one of a known class has others than in transformers 5.23 and
+        5.24; layers have different numbers of tokens; no layer has a token, or one before a layer
+        with tokens has none; or the cache offloads its layers. A ValueError.
     TypeError
         `cache` is not a Cache of transformers.
 
@@ -86,9 +87,11 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     Fp8QuantizedLayer                     ``quantized_keys`` and ``quantized_values``: full, of
                                           float8_e4m3fn; the rest is opaque
     layers of a cross-attention           ``keys``, ``values``: opaque
+    layers of other classes               ``whole``: opaque, bytes of all attributes, copied
     ====================================  ===============================================
 
-    Later tokens change the arrays of static and of linear attention layers in place; dynamic layers
+    A cache of another class than transformers' own also has the entry ``cache.whole``, with the
+    attributes beside its layers. Later tokens change the arrays of static and of linear attention layers in place; dynamic layers
     replace their tensors.
 
     Examples

@@ -89,7 +89,12 @@ def read_layer(layer: Any, where: str) -> tuple[Any, int | None]:
     """
     label = f"layer {where}"
     count = getattr(layer, "get_seq_length", None)
-    tokens = None if count is None else int(count())
+    try:
+        tokens = None if count is None else int(count())
+    except Exception as error:
+        text = f"{label} is a {type(layer).__name__}, which is an unknown class, and cannot count "
+        text += f"its tokens: {error!r}"
+        raise incompatible(text, where, "a number of tokens", type(error).__name__) from error
     if tokens == 0 or not holds_elements(layer):
         if tokens:
             text = f"{label} is a {type(layer).__name__}, which counts {tokens} tokens without a"
