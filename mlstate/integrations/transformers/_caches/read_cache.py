@@ -97,6 +97,8 @@ class Reader(EntryReader):
 
         Layers that use the tensors of another one come after it.
         """
+        if self.length == 0:  # after a reset, static layers have tensors without tokens
+            return
         last = max((entry.layer or 0 for entry in self.entries), default=-1)
         for index, name in self._empty:
             if index < last:
