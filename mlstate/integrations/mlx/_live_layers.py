@@ -185,7 +185,7 @@ def new_layer(layer: LayerValues, where: str) -> Any:
     Arrays are copied, except views that `view_array` made of mlx's own. `where`: place of the
     layer, for errors. The constructor is not called, except for a CacheList.
     """
-    cls = layer.cls.unknown or getattr(_import_classes(), layer.cls.name)
+    cls: Any = layer.cls.unknown or getattr(_import_classes(), layer.cls.name)
     if layer.cls.name == "CacheList":
         parts = enumerate(layer.children)
         return cls(*(new_layer(each, f"{where}.{i}") for i, each in parts))

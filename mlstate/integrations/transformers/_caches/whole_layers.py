@@ -226,7 +226,7 @@ def _at_fixed_address(
         return new
     import torch
 
-    old = before.get(path)
+    old: Any = before.get(path)
     if is_torch(old) and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device):
         fills.append(partial(overwrite, old, new))
         return old
