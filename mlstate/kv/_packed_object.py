@@ -147,7 +147,8 @@ class _Refusal(NamedTuple):
     def __call__(self, path: str, text: str) -> Exception:
         name = self.class_name.rpartition(".")[2]
         message = f"{self.where} is a {name}, which is an unknown class, and its {path} {text}"
-        return incompatible(message, self.where, "a known class, or tensors and numbers only", name)
+        place = self.where.removeprefix("layer ")
+        return incompatible(message, place, "a known class, or tensors and numbers only", name)
 
 
 def _describe(value: Any, path: str, arrays: dict[int, Any], refuse: _Refusal) -> Any:
@@ -179,7 +180,7 @@ def _describe(value: Any, path: str, arrays: dict[int, Any], refuse: _Refusal) -
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Return whether this is a dense tensor with data, of no subclass."""
+    """Return whether this is a dense tensor with data, and not of a subclass."""
     if not is_torch(value):
         return False
     import torch

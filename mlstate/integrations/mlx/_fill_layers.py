@@ -408,7 +408,7 @@ def _plan_packed(layer: Any, at: _Place) -> dict[str, Any]:
             text = (
                 f"{label} has {path}={value!r}, and the array is of one with {leaves.get(path)!r}"
             )
-            raise incompatible(text, label, leaves.get(path), value)
+            raise incompatible(text, at.where, leaves.get(path), value)
 
     def make(_: str, value: Any) -> Any:
         return make_array(value, entry.name) if isinstance(value, np.ndarray) else value

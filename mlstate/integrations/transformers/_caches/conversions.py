@@ -91,8 +91,8 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
     ====================================  ===============================================
 
     A cache of another class than transformers' own also has the entry ``cache.whole``, with the
-    attributes beside its layers. Later tokens change the arrays of static and of linear attention layers in place; dynamic layers
-    replace their tensors.
+    attributes beside its layers. Later tokens change the arrays of static and of linear attention
+    layers in place; dynamic layers replace their tensors.
 
     Examples
     --------
