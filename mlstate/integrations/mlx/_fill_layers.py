@@ -398,9 +398,8 @@ def _plan_packed(layer: Any, at: _Place) -> dict[str, Any]:
     packed, label = at.filler.arrays[entry.name], f"layer {at.where}"
     got, stored = class_name(layer), header_of(packed, label).class_name
     if got != stored:
-        raise incompatible(
-            f"{label} is a {got}, and the array is of a {stored}", label, stored, got
-        )
+        text = f"{label} is a {got}, and the array is of a {stored}"
+        raise incompatible(text, at.where, stored, got)
     new = unpack(packed, label)
     leaves = leaves_of(new)
     for path, value in leaves_of(vars(layer)).items():
