@@ -1,4 +1,4 @@
-"""Hybrid models (Mamba, delta rule): states of mlx-lm and transformers converted; RoPE warning.
+"""States of mlx-lm and transformers converted (Mamba, delta rule) or told apart; RoPE warning.
 
 ========== =============================== ===============================
 state      transformers                    mlx-lm
@@ -9,6 +9,10 @@ Mamba 2    (batch, heads, head, state)     the same
 ========== =============================== ===============================
 
 The oldest input of a convolution in transformers is never read again; mlx-lm does not have it.
+
+Keys and values of different lengths, as of latent attention (MLA), are not the same numbers in both
+engines: DeepSeek-V3 orders the rotated part in two ways. Values of mlx-lm have a name of their own
+then, so that neither engine takes those of the other.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from ._fingerprint import config_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+_MLX_VALUES = "mlx_values"  # name and role of values of mlx-lm whose keys have another length
 _CONV, _DELTA, _MAMBA = "conv_states", "delta", "recurrent_states"
 # The kinds of the states of a layer in mlx-lm, in the order of its slots, by the model type of
 # config.json: the types that tests compare.
@@ -90,6 +95,13 @@ def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str
     `model_type`: of config.json; the layouts of the types in `_SLOTS` are known.
     """
     foreign = ("conv_states", "recurrent_states") if is_mlx else ("states",)
+    entries = list(entries)
+    for entry in _uneven_values(entries, "values" if is_mlx else _MLX_VALUES):
+        text = (
+            f"{entry.name}: another engine, or an earlier version, stored this entry, whose keys "
+            "have another length: give each engine a model= of its own, or prefill the prompt again"
+        )
+        raise incompatible(text, entry.name, "an entry of this engine", entry.role)
     for entry in entries:
         is_known = model_type in _SLOTS
         if entry.role not in foreign or (is_mlx and is_known):
@@ -108,8 +120,9 @@ def check_states(entries: Iterable[CacheEntry], *, is_mlx: bool, model_type: str
 def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
     """Return a cache of mlx-lm with its states in the names and layouts of transformers.
 
-    A cache of a model type that is not in `_SLOTS` is returned unchanged.
+    States of a model type that is not in `_SLOTS` are unchanged.
     """
+    state = _renamed_values(state, "values", _MLX_VALUES)
     slots = _SLOTS.get(model_type or "", ())
     return _convert_entries(
         state,
@@ -119,10 +132,34 @@ def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
 
 def to_mlx(state: CacheState, model_type: str | None) -> CacheState:
     """Undo `from_mlx`: return a state with the names and layouts of mlx-lm."""
+    state = _renamed_values(state, _MLX_VALUES, "values")
     slots = _SLOTS.get(model_type or "", ())
     return _convert_entries(
         state, [(_transformers_name(s), f"states.{i}", _TO_MLX[s]) for i, s in enumerate(slots)]
     )
+
+
+def _uneven_values(entries: Iterable[CacheEntry], role: str) -> list[CacheEntry]:
+    """Return the values, with this role, whose keys have another length of a head."""
+    by_name = {entry.name: entry for entry in entries}
+    pairs = [(e, by_name.get(f"{e.name.rpartition('.')[0]}.keys")) for e in by_name.values()]
+    return [e for e, keys in pairs if keys and e.role == role and e.shape[-1] != keys.shape[-1]]
+
+
+def _renamed_values(state: CacheState, old: str, new: str) -> CacheState:
+    """Return a state whose uneven values have another role and name; itself if it has none."""
+    uneven = {entry.name: entry for entry in _uneven_values(state.spec, old)}
+    if not uneven:
+        return state
+    entries, arrays = [], dict(state.arrays)
+    for entry in state.spec:
+        named = entry
+        if entry.name in uneven:
+            named = replace(entry, name=f"{entry.name.rpartition('.')[0]}.{new}", role=new)
+            for before, after in zip(entry.arrays, named.arrays, strict=True):
+                arrays[after] = arrays.pop(before)
+        entries.append(named)
+    return CacheState(CacheSpec(entries), arrays, state.length)
 
 
 def _transformers_name(slot: str) -> str:

@@ -378,12 +378,13 @@ def test_shared_and_unused_layers_have_no_entry():
     assert not moved.layers[2].is_initialized and moved.get_seq_length() == 5
 
 
-def test_a_reset_layer_has_no_entry():
+def test_one_reset_layer_is_refused_and_all_are_empty():
     layers = [LinearAttentionLayer(), DynamicLayer()]
     for layer in layers:
         write(layer, 5, torch.Generator())
     layers[0].reset()
-    assert list(from_cache(Cache(layers=layers)).arrays) == ["1.keys", "1.values"]
+    with pytest.raises(CompatibilityError, match="layer 0 is a LinearAttentionLayer without a tok"):
+        from_cache(Cache(layers=layers))
     layers[1].reset()
     with pytest.raises(CompatibilityError, match="no layer of the cache has a token"):
         from_cache(Cache(layers=layers))

@@ -119,3 +119,23 @@ def test_a_batch_or_padding_of_mlx_is_refused(pair):
     with pytest.raises(CompatibilityError, match=r"2 sequences.*extract\(i\)"):
         store.put(TOKENS[:, :70], [states])
     assert store.put(TOKENS[:, :70], [whole]) == 70
+
+
+@pytest.mark.parametrize("engine", ["transformers", "mlx"])
+def test_values_shorter_than_keys_stay_in_their_engine(engine, store):
+    """Latent attention orders them in another way in each engine, in the same shape."""
+    keys, values = torch.randn(1, 1, 70, 16), torch.randn(1, 1, 70, 8)
+    caches, empty = [DynamicCache(), [KVCache()]], [DynamicCache(), [KVCache()]]
+    caches[0].update(keys, values, 0)
+    caches[1][0].update_and_fetch(mx.array(keys.numpy()), mx.array(values.numpy()))
+    own = ("transformers", "mlx").index(engine)
+    tokens = TOKENS[:, :70]
+    assert store.put(tokens, caches[own]) == 70
+    with pytest.raises(CompatibilityError, match="the cache lacks the entry"):
+        store.put(tokens, caches[1 - own])
+    with store.match(tokens, full=True) as match:
+        with pytest.raises(CompatibilityError, match=r"0\.(mlx_)?values: another engine"):
+            store.restore(match, into=empty[1 - own])
+        assert store.restore(match, into=empty[own]) == 70
+    read = (hf.from_cache, mlx.from_cache)[own]
+    assert same_bits(read(empty[own]), read(caches[own]))
