@@ -537,7 +537,7 @@ def test_manager_does_not_replace_a_checkpoint_without_steps(manager):
     assert same(state(4), mlstate.load(manager.directory).model)
 
 
-def test_step_that_the_system_cannot_read_is_no_missing_step(manager, monkeypatch):
+def test_a_step_that_cannot_be_read_raises(manager, monkeypatch):
     for step in (1, 2):
         manager.save(step, {"w": np.full(2, step)})
     folder = type(manager._checkpoints.folder)

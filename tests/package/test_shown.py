@@ -88,7 +88,7 @@ def test_damaged_checkpoint_is_shown_with_its_problem(tmp_path):
     assert f"(cannot be read: {index}" in repr(saved)
 
 
-def test_publishers_and_followers_list_what_they_hold(tmp_path, monkeypatch):
+def test_publishers_list_versions_and_followers_list_arrays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = Page(publisher()._repr_html_()).texts
     assert {"step", "kind", "7"} <= {*texts}

@@ -27,6 +27,7 @@ from ...state._digest import (
 )
 from .._loaded_state import LoadedState
 from .._save.content import states_of
+from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
 from .diff import list_entries, name_entries, name_of_keys
 from .side import Side
@@ -124,20 +125,35 @@ def digest_of(source: Source, progress: CountedProgress) -> Digest:
 
 def has_digests(source: Source) -> bool:
     """Return whether the save of a source has recorded digests."""
-    return bool(_recorded_parts(Side(source, verify=True)))
+    return _with_all_indexes(source) is not None
 
 
-def require_equal_copy(source: Source, path: str | os.PathLike[str]) -> None:
+def _with_all_indexes(source: Source) -> IndexedSource | None:
+    """Return a source of its own for the same root, which lists all parts; None without digests.
+
+    A source that was read lists the parts that were needed.
+    """
+    if not isinstance(source, IndexedSource) or source.format != "mlstate":
+        return None
+    opened = IndexedSource(source.files, source.root, source.manifest)
+    return opened if any(map(opened.merged.digests, range(len(_PREFIXES)))) else None
+
+
+def require_equal_copy(
+    source: Source, path: str | os.PathLike[str], *, is_whole: bool = False
+) -> None:
     """Read a copy of a source at `path`, and compare it with the digests that the source lists.
 
-    Does nothing without them. Raises ChecksumError if a tensor that both have differs.
+    `is_whole`: the copy must have every tensor that has one. Does nothing without digests. Raises
+    ChecksumError if a tensor differs.
     """
-    stored = source.attempt(lambda: _recorded_parts(Side(source, verify=True)))
-    if not stored:
+    listed = _with_all_indexes(source)
+    if listed is None:
         return
-    copy = join_parts([parts_of(path, None)])
+    stored = _recorded_parts(Side(listed, verify=True))
+    copy = read_digest(path, None)
     for name, entry in join_parts([stored]).items():
-        if copy.get(name, entry) != entry:
+        if copy.get(name, None if is_whole else entry) != entry:
             raise ChecksumError(
                 f"{os.fspath(path)}: {shorten(name, 80)!r} differs from {source.path}, whose save "
                 "recorded its digest: do not use this copy",
@@ -224,7 +240,7 @@ def _stored_parts(
     `recorded`: do not read tensors whose digests the save has recorded.
     """
     known = _recorded_parts(side) if recorded else {}
-    yield from known.items()
+    yield from [*known.items()][rank::ranks]
     for section in range(len(_PREFIXES)):
         stored = [
             key

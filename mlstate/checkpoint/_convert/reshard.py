@@ -300,5 +300,5 @@ def reshard(
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
     written = Checkpoint(old.attempt(write))
-    require_equal_copy(old, new.path)
+    require_equal_copy(old, new.path, is_whole=True)
     return written

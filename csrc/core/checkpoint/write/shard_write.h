@@ -57,9 +57,8 @@ typedef struct mls_shard_job {
     bool incremental;        /* if few rows of a shard changed, store only these */
     bool compress;           /* compress shards that become smaller */
     mls_codec codec;         /* for `compress` */
-    const mls_digest_keys
-        *digest_keys;         /* record the digest of each shard; NULL: do not */
-    const mls_codecs *codecs; /* NULL: compressed shards count as changed */
+    const mls_digest_keys *digest_keys; /* of recorded digests; NULL: record none */
+    const mls_codecs *codecs;           /* NULL: compressed shards count as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
