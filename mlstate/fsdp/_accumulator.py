@@ -19,7 +19,7 @@ from .._common.dtypes import FLOAT8S, FLOATS, INTEGERS, NARROW_FLOATS, as_number
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
-from ._gradient_ops import location_of
+from ._gradient_ops import location_of, memory_of
 from ._leaf_order import MOST_PENDING, LeafSums, check_order
 
 if TYPE_CHECKING:
@@ -348,7 +348,11 @@ class GradientAccumulator:
         self._sums: dict[str, _Sum] = {}
 
     def add_gradients(
-        self, gradients: Mapping[str, Array] | None, *, index: int | None = None
+        self,
+        gradients: Mapping[str, Array] | None,
+        *,
+        index: int | None = None,
+        donate: bool = False,
     ) -> None:
         """Add the gradients of one micro-batch: all of them, or none if it raises.
 
@@ -362,6 +366,11 @@ class GradientAccumulator:
             from call to call.
         index : int, optional
             With ``order="tree"``, the index of the micro-batch. Default: the one after the highest.
+        donate : bool, optional
+            With ``order="tree"``, use the memory of the gradients for the sums, which copies
+            nothing: the caller neither reads nor writes them afterwards. Gradients whose sums have
+            another dtype, and those that are not contiguous or read-only, are copied. Default:
+            False.
 
         Raises
         ------
@@ -388,12 +397,13 @@ class GradientAccumulator:
             return
         check_type("gradients", gradients, Mapping, "a mapping of parameter names to arrays")
         items = list(gradients.items())  # before locking: items() may call this object
-        if self._leaves is None and index is not None:
-            raise ValueError("index needs GradientAccumulator(order='tree')")
+        if self._leaves is None and (index is not None or donate):
+            name = "index" if index is not None else "donate"
+            raise ValueError(f"{name} needs GradientAccumulator(order='tree')")
         with self._lock:
             if self._leaves is not None:
                 if items or index is not None:
-                    self._add_leaf(self._leaves, items, index)
+                    self._add_leaf(self._leaves, items, index, donate)
                 return
             # Gradients by name: `core_sums` are added to existing sums, `first` start a round in
             # reused memory (`arrays`). The core has checked both; `others` are checked in Python.
@@ -427,14 +437,25 @@ class GradientAccumulator:
                 self._sums[name].begin(array)
             self._sums.update(started)
 
-    def _add_leaf(self, leaves: LeafSums, items: list[Any], index: int | None) -> None:
+    def _add_leaf(
+        self, leaves: LeafSums, items: list[Any], index: int | None, donate: bool
+    ) -> None:
         """Add a micro-batch to the tree; `items`: pairs of name and gradient."""
         number = leaves.end if index is None else check_int("index", index, 0)
         gradients, started = {}, {}
         for name, value in items:
-            gradient = _check_gradient(name, value)
             total = self._sums.get(name)
-            if total is not None and total.count:
+            if total is not None and not total.count:  # of an earlier round
+                total = None
+            if (
+                total is not None
+                and type(value) is np.ndarray
+                and _core.bucket_fits(value, total.gradient_dtype, total.shape, False)
+            ):
+                gradients[name] = value
+                continue
+            gradient = _check_gradient(name, value)
+            if total is not None:
                 _check_same(name, total, gradient)
             else:
                 if _dtype_of_sum(self._dtype, dtype_name(gradient)) not in _ADDED:
@@ -444,8 +465,9 @@ class GradientAccumulator:
                     raise _not_added_error(name, f"{dtype_name(gradient)} ({where})")
                 started[name] = _Sum(_placeholder(gradient), dtype_name(gradient))
                 started[name].count = 0
-            gradients[name] = _readable(gradient)
-        leaves.add((0, number), gradients)
+            readable = _readable(gradient)
+            gradients[name] = memory_of(readable) if donate else readable
+        leaves.add((0, number), gradients, donate=donate)
         self._sums.update(started)
         for name in gradients:
             self._sums[name].count += 1

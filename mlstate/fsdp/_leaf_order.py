@@ -88,6 +88,16 @@ def widened(array: Any, memory: Any = None) -> tuple[Any, int]:
     return copy, _core.reduce([packed(array)], copy, "sum", 1.0)[1]
 
 
+def _can_be_sum(array: Any) -> bool:
+    """Return whether other gradients can be added to this one in place."""
+    return (
+        isinstance(array, np.ndarray)
+        and array.flags.carray  # contiguous, aligned, writeable
+        and array.dtype == sum_dtype(dtype_name(array))
+        and array.dtype.isnative
+    )
+
+
 class LeafSums:
     """The sums of some leaves: the largest nodes of them, each with arrays by parameter name.
 
@@ -125,32 +135,41 @@ class LeafSums:
                 "larger max_pending"
             )
 
-    def add(self, node: Node, arrays: Mapping[str, Any]) -> dict[str, int]:
+    def add(self, node: Node, arrays: Mapping[str, Any], *, donate: bool = False) -> dict[str, int]:
         """Add a node that this set lacks; return the number of non-finite elements of new sums.
 
-        `arrays`: packed or not, by parameter name; they are only read. Raises as `check`, and
-        CompatibilityError if an array does not fit the sums; nothing is added then.
+        `arrays`: packed or not, by parameter name; they are only read, except if `donate`: then
+        those that can be sums are. Raises as `check`, and CompatibilityError if an array does not
+        fit the sums; nothing is added then.
         """
         self.check(node)
         level, position = node
         sums = self.nodes.get((level, position ^ 1), {})
-        counts = self._add_arrays(sums, arrays)
+        counts = self._add_arrays(sums, arrays, donate)
         if self.nodes.pop((level, position ^ 1), None) is not None:
             level, position = level + 1, position >> 1
         while (neighbour := self.nodes.pop((level, position ^ 1), None)) is not None:
             counts |= self._merge(neighbour, sums)
             sums, level, position = neighbour, level + 1, position >> 1
         self.nodes[level, position] = sums
+        if donate:  # each micro-batch brings memory
+            self._spare.clear()
         return counts
 
-    def _add_arrays(self, sums: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, int]:
-        """Add arrays to `sums`; they are only read.
+    def _add_arrays(
+        self, sums: dict[str, Any], arrays: Mapping[str, Any], donate: bool
+    ) -> dict[str, int]:
+        """Add arrays to `sums`; they are only read, or become sums if `donate`.
 
         Returns the number of non-finite elements of the sums by name.
         """
         counts, new = {}, {}
         for name, array in arrays.items():
-            if name not in sums:
+            if name in sums:
+                continue
+            if donate and _can_be_sum(array):
+                new[name] = array
+            else:
                 memory = self.take_memory(name, tuple(array.shape), sum_dtype(dtype_name(array)))
                 new[name], counts[name] = widened(array, memory)
         common = {name: array for name, array in arrays.items() if name in sums}
@@ -172,6 +191,8 @@ class LeafSums:
 
     def _accumulate(self, sums: dict[str, Any], arrays: Mapping[str, Any]) -> dict[str, int]:
         """Add arrays to those of the same names, and return the latter's non-finite elements."""
+        if not arrays:
+            return {}
         names, targets = list(arrays), [sums[name] for name in arrays]
         if not self._counts:
             _core.accumulate(names, targets, list(arrays.values()), 1.0, False)

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import tracemalloc
 from contextlib import nullcontext
 from itertools import pairwise
 from math import ceil, log2
@@ -67,8 +68,9 @@ def test_subtrees_cover_a_range_once_and_are_few(start, count):
     count=st.integers(1, 19),
     first=st.sampled_from([0, 4, 6]),
     dtype=st.sampled_from(["float32", "float16", "float64", "int32", "complex64"]),
+    donate=st.booleans(),
 )
-def test_an_accumulator_has_the_sum_of_the_plain_tree_in_any_order(data, count, first, dtype):
+def test_an_accumulator_adds_up_leaves_of_any_order_in_one_tree(data, count, first, dtype, donate):
     indices = data.draw(st.permutations(range(first, first + count)))
     has_gradient = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     leaves = [None] * first + [
@@ -80,9 +82,9 @@ def test_an_accumulator_has_the_sum_of_the_plain_tree_in_any_order(data, count, 
         for index in indices:
             gradient = leaves[index]
             batch = {"always": np.ones(1, np.float32)}
-            accumulator.add_gradients(
-                batch if gradient is None else batch | {"w": gradient}, index=index
-            )
+            if gradient is not None:
+                batch["w"] = gradient.copy()
+            accumulator.add_gradients(batch, index=index, donate=donate)
         sums = accumulator.get_and_clear_gradients()
         assert sums["always"].tolist() == [count]
         expected = tree([None if leaf is None else wide(leaf) for leaf in leaves])
@@ -117,6 +119,34 @@ def test_an_accumulator_does_not_change_the_gradients_or_earlier_sums():
         results.append(accumulator.get_and_clear_gradients()["w"])
     assert [gradient.tolist() for gradient in gradients] == [[1] * 3, [2] * 3, [4] * 3]
     assert [result.tolist() for result in results] == [[7] * 3] * 2
+
+
+def test_donated_gradients_are_summed_in_their_memory():
+    accumulator = GradientAccumulator(order="tree")
+    narrow, column = np.full(2, 3, np.float16), np.ones((2, 2), np.float32)[:, 0]
+    fixed = np.full(2, 5, np.int32)
+    fixed.flags.writeable = False
+    tracemalloc.start()
+    try:
+        for _ in range(3):  # memory of an earlier round would add up
+            leaves = [np.full(1 << 18, value, np.float32) for value in range(1, 9)]
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            for leaf in leaves:
+                others = {"narrow": narrow, "column": column, "fixed": fixed}
+                accumulator.add_gradients({"w": leaf} | others, donate=True)
+            sums = accumulator.get_and_clear_gradients()
+            assert tracemalloc.get_traced_memory()[1] - before < leaves[0].nbytes // 4
+            assert np.shares_memory(sums["w"], leaves[0])
+            assert set(sums["w"].tolist()) == {36}
+    finally:
+        tracemalloc.stop()
+    assert [sums[name].tolist() for name in ("narrow", "column", "fixed")] == [
+        [24] * 2,
+        [8] * 2,
+        [40] * 2,
+    ]
+    assert [narrow.tolist(), column.tolist(), fixed.tolist()] == [[3] * 2, [1] * 2, [5] * 2]
 
 
 def test_leaves_in_order_hold_log2_sums():
@@ -158,6 +188,8 @@ def test_an_accumulator_refuses_other_shapes_dtypes_and_gaps():
     assert accumulator.counts == {"w": 2}
     with pytest.raises(ValueError, match="index needs GradientAccumulator"):
         GradientAccumulator().add_gradients({"w": np.ones(2)}, index=0)
+    with pytest.raises(ValueError, match="donate needs GradientAccumulator"):
+        GradientAccumulator().add_gradients({"w": np.ones(2)}, donate=True)
     with pytest.raises(ValueError, match="order must be 'arrival' or 'tree', got 'rank'"):
         GradientAccumulator(order="rank")
 

@@ -84,7 +84,8 @@ def with_an_accumulator(steps=STEPS):
         for leaf in range(LEAVES):
             model.zero_grad()
             loss_of(model, step, leaf).backward()
-            accumulator.add_gradients({name: p.grad for name, p in parameters.items()})
+            gradients = {name: p.grad for name, p in parameters.items()}
+            accumulator.add_gradients(gradients, donate=step % 2 == 1)
         sums = accumulator.get_and_clear_gradients()
         units = sharding_units(model, SingleGroup())
         for name, parameter in parameters.items():
