@@ -20,13 +20,14 @@ _UNITS: dict[str, Callable[[Any], str]] = {
     "%": "{:.1%}".format,
 }
 
-_TEXT_ROWS, _HTML_ROWS = 40, 50
-_TITLE, _HEADER, _CELL = 600, 20, 600  # characters in HTML
+_TEXT_ROWS, _HTML_ROWS, _OPEN_ROWS = 40, 100, 20
+_TITLE, _HEADER, _CELL, _FOLDED_CELL = 600, 20, 600, 120  # characters in HTML
 # Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
 TABLE_STYLE = (
     ".mlstate-table table{margin:.2em 0 .6em;border-collapse:collapse}"
     ".mlstate-table caption{caption-side:top;text-align:left;min-width:36em;padding:0 0 .4em;"
     "color:inherit}"
+    ".mlstate-table>details>table{min-width:36em}"
     ".mlstate-table :is(td,th){text-align:left!important;vertical-align:top;"
     "padding:2px 1.2em 2px 0}"
     ".mlstate-table .r{text-align:right!important;white-space:nowrap;"
@@ -107,8 +108,8 @@ class Table:
         """Return the title and at most `limit` rows as HTML; the other rows are only counted.
 
         Long titles and cells are shortened, and unprintable characters in them escaped. Columns of
-        numbers are right-aligned, except the first, which has names. With `style` false, the page
-        must already have the rules.
+        numbers are right-aligned, except the first, which has names. Rows after the first 20 are
+        folded. With `style` false, no row is, and the page must already have the rules.
         """
         from html import escape  # slow to import because of its entity tables
 
@@ -133,6 +134,14 @@ class Table:
             return f"<div class=mlstate-table>{rules}<p>{title}</p>{more}</div>"
         headers = [shorten(header, _HEADER) for header in self.headers]
         head = f"<thead>{line('th', headers)}</thead>" if any(headers) else ""
+        if style and len(texts) > _OPEN_ROWS:
+            folded = "".join(
+                line("td", [shorten(cell, _FOLDED_CELL) for cell in row])
+                for row in texts[_OPEN_ROWS:]
+            )
+            summary = f"<summary>{len(texts) - _OPEN_ROWS} more</summary>"
+            more = f"<details>{summary}<table>{head}<tbody>{folded}</tbody></table></details>{more}"
+            texts = texts[:_OPEN_ROWS]
         body = "".join(line("td", row) for row in texts)
         caption = f"<caption>{title}</caption>" if title else ""
         table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"

@@ -55,6 +55,22 @@ def shorten(name: str, limit: int) -> str:
     return printable(name)
 
 
+def listed(entries: Sequence[str], limit: int, more: int = 0) -> str:
+    """Return entries with commas between them in about `limit` characters; the others are counted.
+
+    An entry alone that is longer loses its middle. `more`: entries that are not in `entries`.
+    """
+    length = count = 0
+    for entry in entries:
+        length += len(entry) + 2
+        if count and length > limit:
+            break
+        count += 1
+    more += len(entries) - count
+    texts = [shorten(entry, limit) for entry in entries[:count]]
+    return ", ".join(texts + [f"… {more:,} more"] * (more > 0))
+
+
 def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:
     """Return ranks as text, at most `most` of them: ``rank 1``, ``ranks 0, 2 and 5 more``."""
     listed = ", ".join(str(rank) for rank in ranks[:most])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .._common.local_path import local_path
-from .._common.text import shorten
+from .._common.text import listed, shorten
 from ..errors import FormatError, MLStateWarning
 from ..kv._arguments import incompatible
 from ..kv._model_states import FunctionStates, choose_function, format_error, quoted
@@ -174,9 +174,7 @@ def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
 
 def _states_text(states: Mapping[str, StateSpec]) -> str:
     """Return states as text, such as "kv (2, 1, 256, 32)"."""
-    return (
-        shorten(", ".join(f"{name} {spec.shape}" for name, spec in states.items()), 200) or "none"
-    )
+    return listed([f"{name} {spec.shape}" for name, spec in states.items()], 200) or "none"
 
 
 def _disagreement(labels: tuple[str, str], expected: str, got: str, remedy: str) -> Exception:
@@ -201,7 +199,7 @@ def _check_functions(
     the same states. Without it, only a state of the same name must have as many positions.
     """
     (functions, default), (other_functions, other_default) = first, other
-    names = [shorten(", ".join(model), 200) for model in (functions, other_functions)]
+    names = [listed([*model], 200) for model in (functions, other_functions)]
     if set(functions) != set(other_functions):
         raise _disagreement(labels, f"functions {names[0]}", names[1], "")
     if default != other_default:

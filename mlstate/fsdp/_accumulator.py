@@ -683,7 +683,7 @@ class GradientAccumulator:
             return partials
 
     def __repr__(self) -> str:
-        """Show the number of complete micro-batches and of parameters."""
+        """Show the number of complete micro-batches and of tensors."""
         counts = self.counts.values()  # gradients of each parameter
         complete = f"{min(counts, default=0)} of {self._steps}"
-        return f"GradientAccumulator({complete} micro-batches, {len(counts)} parameters)"
+        return f"GradientAccumulator({complete} micro-batches, {len(counts)} tensors)"

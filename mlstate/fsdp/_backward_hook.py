@@ -107,7 +107,7 @@ class FSDPBackwardHook:
         self.close()
 
     def __repr__(self) -> str:
-        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._plan.units)} parameters)"
+        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._plan.units)} tensors)"
 
     # ---- hooks ----
 

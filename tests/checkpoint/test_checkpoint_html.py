@@ -48,7 +48,7 @@ def test_layers_unfold_to_parameters_with_their_states(saved):
     assert tables.tags.count("details") == 13
     layers = [text for text in tables.texts if re.fullmatch(r"h\.\d+|norm", text)]
     assert layers == [*(f"h.{i}" for i in range(12)), "norm"]  # 10 after 9
-    assert tables.texts.count("6.00 KiB, 2 parameters") == 12
+    assert tables.texts.count("6.00 KiB, 6 tensors") == 12
     assert tables.texts.count("(256,)") == 24
     assert {"weights", "m", "v"} <= set(tables.texts)
     assert "step 7" in tables.text
@@ -79,7 +79,7 @@ def test_large_checkpoint_page_counts_omitted_tensors(saved, names):
     assert "more" in tables.text
     counted = sum(
         int(count.replace(",", ""))
-        for count in re.findall(r", ([\d,]+) parameters?$", tables.text, re.M)
+        for count in re.findall(r", ([\d,]+) tensors?$", tables.text, re.M)
     )
     assert counted == len(names)
 

@@ -14,7 +14,10 @@ class Cells(Page):
         super().__init__(text)
 
     def handle_starttag(self, tag, attrs):
-        assert tag in {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "caption"}
+        assert tag in {
+            *("div", "style", "p", "details", "summary"),
+            *("table", "thead", "tbody", "tr", "th", "td", "caption"),
+        }
         assert attrs in ([], [("class", "mlstate-table")], [("class", "r")])
         super().handle_starttag(tag, attrs)
         if tag in ("th", "td"):
@@ -81,8 +84,11 @@ def test_long_tables_are_truncated_with_a_note():
     rows = [("<" * 5000, "&" * 5000)] * 10_000
     html = Table("10,000 rows", ["a", "b"], rows).html()
     table = Cells(html)
-    assert len(table.cells) == 2 + 2 * 50 and table.texts[-1] == "… 9,950 more"
+    assert len(table.cells) == 2 + 2 * 20 + 2 + 2 * 80
+    assert table.texts[-2:] == ["80 more", "… 9,900 more"] and html.count("<details>") == 1
     assert all(len(cell) <= 600 for cell in table.cells) and len(html) < 300_000
+    inner = Cells(Table("10,000 rows", ["a", "b"], rows).html(style=False))
+    assert len(inner.cells) == 2 + 2 * 100 and inner.texts[-1] == "… 9,900 more"
     assert Cells(Table("none", ["a"], []).html()).texts == ["none"]
 
 
@@ -100,4 +106,4 @@ def test_equal_neighbours_can_be_one_row():
     table = Cells(Table("t", ["name", "n"], rows, collapse=True).html())
     assert table.cells[2:] == ["first", "1", "b0 … b99 (100 alike)", "2", "x", "3", "y", "3"]
     assert "more" not in table.texts[-1]
-    assert len(Cells(Table("t", ["name", "n"], rows).html()).cells) == 2 + 2 * 50
+    assert len(Cells(Table("t", ["name", "n"], rows).html(limit=50)).cells) == 2 * 2 + 2 * 50

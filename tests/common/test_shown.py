@@ -85,7 +85,7 @@ def test_a_page_is_short_and_shows_hostile_names_as_they_are(make):
     html = make()._repr_html_()
     page = Page(html)
     assert "script" not in page.tags and page.attributes <= {"class", "open", "style"}
-    assert len(html) < 250_000 and html.count("<tr>") <= 2 * 51 and "\x1b" not in html
+    assert len(html) < 250_000 and html.count("<tr>") <= 2 * 102 and "\x1b" not in html
     assert ("<script>" in page.text) == (make is not SHOWN["curve"])
 
 

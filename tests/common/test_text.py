@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mlstate._common.text import (
     bytes_text,
+    listed,
     names_hint,
     shorten,
     sort_steps,
@@ -34,6 +35,17 @@ def test_cut_names_keep_both_ends(name):
 )
 def test_bytes_have_a_unit(count, text):
     assert bytes_text(count) == text
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=30)), st.integers(20, 80))
+def test_lists_are_cut_between_entries_and_count_the_others(entries, limit):
+    *first, last = listed(entries, limit, 2).split(", ")
+    count = len(first)
+    assert last == f"… {len(entries) - count + 2} more"
+    assert first == [shorten(entry, limit) for entry in entries[:count]]
+    assert len(", ".join(first)) <= max(limit, 30)
+    if count < len(entries):
+        assert len(", ".join(entries[: count + 1])) + 2 > limit
 
 
 def test_steps_are_sorted_by_number_and_unknown_ones_come_last():

@@ -316,9 +316,9 @@ def test_a_parameter_that_is_left_out_keeps_the_round_open():
 
 def test_repr_shows_progress():
     accumulator = GradientAccumulator(4)
-    assert repr(accumulator) == "GradientAccumulator(0 of 4 micro-batches, 0 parameters)"
+    assert repr(accumulator) == "GradientAccumulator(0 of 4 micro-batches, 0 tensors)"
     accumulator.add_gradients({"a": np.ones(1)})
-    assert repr(accumulator) == "GradientAccumulator(1 of 4 micro-batches, 1 parameters)"
+    assert repr(accumulator) == "GradientAccumulator(1 of 4 micro-batches, 1 tensors)"
 
 
 @pytest.mark.timeout(60)

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..._common.report import TABLE_STYLE, Table
-from ..._common.text import bytes_text, count_text, first_by_number, shorten
+from ..._common.text import bytes_text, count_text, first_by_number, listed, shorten
 from .table import Group, Parameter, columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -100,13 +100,11 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     `unfolded`: show the table at first.
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
-    count = count_text(len(group.records), "parameter")
-    summary = (
-        f"{_layer_bar(group.nbytes, columns, largest)}{label}<em>{bytes_text(group.total)}, {count}"
-    )
+    sizes = f"{bytes_text(group.total)}, {group.tensors}"
+    summary = f"{_layer_bar(group.nbytes, columns, largest)}{label}<em>{sizes}"
     first = first_by_number(group.records, str, rows)
-    sizes = [f"{column} [B]" for column in columns]
-    headers = ["parameter", "dtype", "shape", *sizes, "shards [n]", "version [n]"]
+    state_headers = [f"{column} [B]" for column in columns]
+    headers = ["tensor", "dtype", "shape", *state_headers, "shards [n]", "version [n]"]
     cells = [_row(group.parameter(name, columns), group.name, columns) for name in first]
     table = Table("", headers, cells, total=len(group.records)).html(style=False, limit=len(cells))
     is_open = " open" if unfolded else ""
@@ -114,11 +112,11 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
 
 
 def _hidden_layers(groups: Sequence[Group]) -> str:
-    """Return the line that counts the layers that a page leaves out, with bytes and parameters."""
+    """Return the line that counts the layers that a page leaves out, with bytes and tensors."""
     size = bytes_text(sum(group.total for group in groups))
     layers = count_text(len(groups), "layer")
-    parameters = count_text(sum(len(group.records) for group in groups), "parameter")
-    return f"<p>… {layers} more<em>{size}, {parameters}</em>"
+    count = sum(len(records) for group in groups for records in group.records.values())
+    return f"<p>… {layers} more<em>{size}, {count_text(count, 'tensor')}</em>"
 
 
 def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
@@ -247,7 +245,7 @@ def _metadata(metadata: Mapping[str, object], limit: int) -> str:
     """Return the first 20 entries of metadata as one line, cut at about `limit` characters."""
     entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
     more = len(metadata) - len(entries)
-    return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
+    return listed(entries, limit, more)
 
 
 def manager_html(title: str, manifests: Sequence[Manifest]) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..._common.text import number_order
+from ..._common.text import count_text, number_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,6 +64,11 @@ class Group:
     def total(self) -> int:
         """The bytes of all states."""
         return sum(self.nbytes.values())
+
+    @property
+    def tensors(self) -> str:
+        """The number of tensors as text."""
+        return count_text(sum(map(len, self.records.values())), "tensor")
 
     def parameter(self, name: str, columns: list[str]) -> Parameter:
         """Return a parameter with its tensors; `columns`: as `columns_of` returns them."""
