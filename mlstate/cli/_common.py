@@ -51,7 +51,8 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
     )
-    add_arguments(parser, {"--json": "print JSON", **(usages or {})})
+    output = {"--json": "print JSON", "--quiet": "print warnings and errors only"}
+    add_arguments(parser, {**output, **(usages or {})})
     parser.set_defaults(run=run, parser=parser)
     return parser
 
@@ -75,19 +76,23 @@ def add_arguments(parser: argparse._ActionsContainer, usages: Usages) -> None:
 
 def step_usage(of: str) -> dict[str, Any]:
     """Return the keywords for an option with a step of the run `of`."""
-    text = f"of the {of}: a number, latest, or best by --monitor (default: latest)"
+    text = f"of the {of}; best is the one by --monitor (default: latest)"
     return {"type": _step, "help": text}
 
 
 def _step(text: str) -> int | str:
     """Parse the value of ``--step``."""
-    return text if text in ("latest", "best") else int(text)
+    if text in ("latest", "best"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        expected = f"expected a number, latest or best, got {text!r}"
+        raise argparse.ArgumentTypeError(expected) from None
 
-
-_step.__name__ = "step"  # argparse: "invalid step value"
 
 _SHARED: Usages = {
-    "--step N": step_usage("run"),
+    "--step N|latest|best": step_usage("run"),
     "--monitor KEY": "the metadata that --step best compares",
     "--mode": {"choices": ("min", "max"), "help": "which value is best (default: min)"},
     "--names NAME...": "only these tensors, layers or globs, such as 'layers.*.bias' (may be "

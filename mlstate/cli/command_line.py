@@ -11,6 +11,8 @@ import os
 import re
 import sys
 import warnings
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from .._common.text import names_hint, printable
@@ -105,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
+    topic = commands.add_parser("help", help="show the help of a command")
+    topic.add_argument("command", nargs="*", help="such as verify, or cache convert")
     return parser
 
 
@@ -135,8 +139,13 @@ def _error_text(error: Exception) -> str:
     return f"{path_text}: {text}"  # no separator in the path: it may occur in the text by chance
 
 
+def _print_failure(error: Exception, arguments: argparse.Namespace) -> None:
+    """Write why a command failed to standard error, in the words of its options."""
+    _print_error(_name_options(_error_text(error), getattr(arguments, "parser", None)))
+
+
 # Such as "verify=False (--no-verify on the command line)"; the option replaces it.
-_WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
+_WITH_OPTION = re.compile(r"\w+=(?:\{.*\}|\S*) \(([^()]+) on the command line\)")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
@@ -158,7 +167,12 @@ def _run_command(arguments: argparse.Namespace) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            return arguments.run(arguments)  # type: ignore[no-any-return]
+            with ExitStack() as stack:
+                if arguments.quiet:
+                    null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+                    stack.enter_context(redirect_stdout(null))
+                    stack.enter_context(redirect_stderr(null))  # the progress
+                return arguments.run(arguments)  # type: ignore[no-any-return]
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
                 _print_error(f"warning: {text}")
@@ -172,12 +186,26 @@ def _parse_and_run(argv: Sequence[str] | None, arguments: argparse.Namespace) ->
     parser = _parser()
     try:
         parser.parse_args(argv, arguments)
+        if hasattr(arguments, "command"):  # of help
+            parser.parse_args([*arguments.command, "--help"])
     except SystemExit as stop:  # --help, --version or wrong usage; argparse printed the text
         return stop.code if isinstance(stop.code, int) else 0
     if not hasattr(arguments, "run"):  # no command
         parser.print_help()
         return 0
-    return _run_command(arguments)
+    paths = arguments.path if isinstance(getattr(arguments, "path", None), list) else None
+    if paths is None:
+        return _run_command(arguments)
+    statuses = []
+    for arguments.path in paths:
+        try:
+            statuses.append(_run_command(arguments))
+        except BrokenPipeError:
+            raise
+        except _ERRORS as error:
+            _print_failure(error, arguments)
+            statuses.append(2)
+    return min(filter(None, statuses), default=0)
 
 
 def _flush_output() -> None:
@@ -205,7 +233,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         _drop_output(sys.stdout)
         return 0
     except _ERRORS as error:
-        _print_error(_name_options(_error_text(error), getattr(arguments, "parser", None)))
+        _print_failure(error, arguments)
         try:
             _flush_output()
         except OSError:  # e.g. the disk is full

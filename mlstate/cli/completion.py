@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PrintCompletion"]
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 _PATHS = {"path", "first", "second", "source", "target", "package", "picture"}
 
 

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     usages = {
         "first": PATH_HELP,
         "second": "the same; may be the same run, for two of its steps",
-        **{f"--{side}-step N": step_usage(side) for side in _SIDES},
+        **{f"--{side}-step N|latest|best": step_usage(side) for side in _SIDES},
         **shared("--monitor", "--mode", "--names"),
         "--rtol X": {**tolerance, "help": rtol},
         "--atol X": {**tolerance, "help": "tolerance: dtypes may differ then"},

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
     usages = {
         "first": f"{PATH_HELP}, or a .json file of digests",
         "second": {"nargs": "?", "help": "the same, to compare with"},
-        **{f"--{side}-step N": step_usage(side) for side in _SIDES},
+        **{f"--{side}-step N|latest|best": step_usage(side) for side in _SIDES},
         **shared("--monitor", "--mode"),
     }
     add_command(commands, "digest", help_text, run_digest, usages, {1: "they differ"})

@@ -45,7 +45,8 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     text = "read every byte of a checkpoint, and report damage"
-    usages = {"path": PATH_HELP, **shared("--monitor", "--mode", "--names")}
+    paths = {"nargs": "+", "help": f"{PATH_HELP}; several are verified in turn"}
+    usages = {"path": paths, **shared("--monitor", "--mode", "--names")}
     statuses = {1: "damaged, or not a checkpoint", 3: "load refuses it"}
     parser = add_command(commands, "verify", text, run_verify, usages, statuses)
     which = {

@@ -8,6 +8,7 @@ from command_table import COMMANDS
 from mlpackage_writer import KV, spec_bytes, state, write_package
 
 import mlstate
+from mlstate.cli.command_line import _name_options
 
 
 @pytest.fixture
@@ -191,3 +192,24 @@ def test_help_is_good(run, arguments):
 
 def test_version(run):
     assert run("--version") == (0, [f"mlstate {mlstate.__version__}"], [])
+
+
+def test_help_shows_a_command(run, refused):
+    for command in (["verify"], ["cache", "convert"], []):
+        assert run("help", *command) == run(*command, "--help")
+    assert "choose from" in refused("help", "nothing")
+
+
+def test_a_wrong_step_lists_the_choices(refused):
+    text = refused("inspect", "run", "--step", "last")
+    assert "argument --step: expected a number, latest or best, got 'last'" in text
+
+
+def test_a_model_of_the_hub_is_downloaded_first(refused):
+    assert "hf download owner/model makes it one" in refused("inspect", "hf://owner/model/main")
+
+
+def test_an_endpoint_without_tls_needs_a_variable():
+    text = "an http:// endpoint needs storage_options={'client_options': {'allow_http': True}}"
+    text += " (AWS_ALLOW_HTTP=true on the command line)"
+    assert _name_options(text, None) == "an http:// endpoint needs AWS_ALLOW_HTTP=true"

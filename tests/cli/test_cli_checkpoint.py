@@ -191,6 +191,29 @@ def test_verify_good(place, run, run_json):
     assert data["bytes"] == report["bytes"] > 120
 
 
+@pytest.mark.parametrize(
+    ("paths", "status"),
+    [
+        (["ckpt", "run", "w.safetensors"], 0),
+        (["ckpt", "missing"], 2),
+        (["missing", "damaged", "ckpt"], 1),
+    ],
+)
+def test_verify_of_several_paths_has_the_first_status_of_any(place, run, paths, status):
+    shutil.copytree("ckpt", "damaged")
+    path = next(Path("damaged/params").iterdir())
+    flip(path, path.stat().st_size - 4)
+    got, out, err = run("verify", *paths)
+    assert got == status
+    assert [line.partition(":")[0] for line in out if ": " in line and " read" in line] == [
+        path for path in paths if path != "missing"
+    ]
+    assert err == ["mlstate: missing: No such file or directory"] * paths.count("missing")
+    assert run("verify", "--quiet", *paths) == (status, [], err)
+    _, out, _ = run("verify", "--json", *paths)
+    assert "".join(out).count('"good": true') >= len(set(paths) - {"missing", "damaged"})
+
+
 def test_verify_names_altered_file_tensor_and_bytes(place, run, run_json):
     path, shard = shard_file("ckpt", "layer.w")
     flip(path, shard.offset + 5)

@@ -52,7 +52,9 @@ def test_bash_completes(script, tmp_path, words, completion):
     assert (done.stdout.split(), done.stderr) == ([completion], "")
 
 
-@pytest.mark.parametrize(("shell", "start"), [("zsh", "#compdef mlstate\n"), ("tcsh", "# AUTO")])
+@pytest.mark.parametrize(
+    ("shell", "start"), [("zsh", "#compdef mlstate\n"), ("fish", "# AUTO"), ("tcsh", "# AUTO")]
+)
 def test_scripts_for_other_shells(script, tmp_path, shell, start):
     text = script(shell)
     assert text.startswith(start)

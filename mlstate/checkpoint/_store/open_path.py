@@ -45,9 +45,13 @@ def _check_url(text: str) -> str:
     scheme, rest = match[1].lower(), match[2]
     if scheme not in _SCHEMES:
         schemes = ", ".join(f"{scheme_name}://" for scheme_name in _SCHEMES)
+        hint = ""
+        if scheme == "hf":
+            name = "/".join(rest.split("/")[:2])
+            hint = f"; hf download {name} makes it one"
         raise ValueError(
             f"{_redacted(text)}: unknown scheme {scheme!r}; object stores have {schemes}, and all "
-            "other checkpoints are local folders"
+            f"other checkpoints are local folders{hint}"
         )
     bucket, _, path = rest.rstrip("/").partition("/")
     where = "storage_options, the environment or the engine's configuration"

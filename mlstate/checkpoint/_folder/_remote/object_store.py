@@ -547,7 +547,8 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
     if "builder error" in lowered or "URL scheme is not allowed" in text:
         return errno.EINVAL, (
             "the endpoint cannot be used; an http:// endpoint needs "
-            "storage_options={'client_options': {'allow_http': True}}"
+            "storage_options={'client_options': {'allow_http': True}} (AWS_ALLOW_HTTP=true on the "
+            "command line)"
         )
     return errno.EIO, "the connection broke, or the answer was not complete"
 
