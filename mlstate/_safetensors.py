@@ -11,8 +11,9 @@ from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.set_module import set_module
+from ._common.wrong_calls import explained
 from ._sharding.layout import Shard
-from .errors import FormatError
+from .errors import FormatError, StoreError
 from .state._compatibility import as_dict
 from .state._kind import KEY, describe, restore
 
@@ -61,6 +62,7 @@ def _entries(state: Any) -> dict[str, Any]:
 
 
 @set_module("mlstate.checkpoint")
+@explained
 def save_file(
     state: Mapping[str, object],
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
@@ -167,6 +169,7 @@ def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any
 
 
 @set_module("mlstate.checkpoint")
+@explained
 def load_file(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     *,
@@ -242,7 +245,7 @@ def load_file(
     if recorded is None:
         try:
             arrays, texts = _core.file_load(file_path, mmap, verify)
-        except FormatError as error:
+        except (FormatError, StoreError) as error:
             from ._common.file_kinds import explain
 
             raise explain(error, file_path) from None

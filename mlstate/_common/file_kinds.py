@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from errno import EINVAL
+from errno import EINVAL, EISDIR
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from ..errors import FormatError, MLStateError, StoreError
@@ -335,7 +335,8 @@ def explain(
     tells if a link leads to it.
     """
     if isinstance(error, StoreError):
-        error.strerror = dangling_blob(os.fsdecode(path)) or error.strerror
+        hint = ": mlstate.load reads folders" if error.errno == EISDIR else ""
+        error.strerror = dangling_blob(os.fsdecode(path)) or f"{error.strerror}{hint}"
         return error
     try:
         kind = kind_of_file(os.fsdecode(path))

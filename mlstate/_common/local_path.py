@@ -30,6 +30,11 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
     URL, an empty path, a null character and an unknown user, and StoreNotFoundError for a relative
     path whose base, the working folder, was deleted.
     """
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(
+            f"a path must be a str or os.PathLike, got {type(path).__name__}; it comes first: "
+            "save(path, model, optimizer), load(path, into=model)"
+        )
     raw_path = os.fspath(path)
     pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
     text = os.fsdecode(raw_path)

@@ -66,7 +66,9 @@ def freeze_numbers(
 def check_chain(chain: Any) -> Chain:
     """Return the argument `chain`; raise TypeError if it is not a `Chain`."""
     if not isinstance(chain, Chain):
-        raise TypeError(f"chain must be a Chain, got {type(chain).__name__}")
+        raise TypeError(
+            f"chain must be a Chain, got {type(chain).__name__}; Chain.from_torch measures a module"
+        )
     return chain
 
 

@@ -6,7 +6,7 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
 from .._common.arguments import check_callback, check_flags
-from .._common.text import names_hint
+from .._common.wrong_calls import keyword_hint
 from ._store import codecs
 
 if TYPE_CHECKING:
@@ -61,21 +61,6 @@ _FLAGS = ("mmap", "strict", *_SAVE_FLAGS)
 PACK_BELOW = 262144
 PACK_BELOW_MOST = (1 << 63) - 1
 _HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
-# words of keywords that other libraries use, the keyword of the same meaning here, and a remedy
-_MEANT = {
-    "memory": ("max_staging_bytes", ""),
-    "budget": ("max_staging_bytes", ""),
-    "buffer": ("max_staging_bytes", ""),
-    "scheduler": ("states", "pass states={'scheduler': scheduler}"),
-    "dtype": ("cast", ""),
-    "epoch": ("metadata", "pass metadata={'epoch': 3}"),
-    "loss": ("metadata", "pass metadata={'loss': 0.25}"),
-    "metric": ("metadata", "pass metadata={'loss': 0.25}"),
-    "location": ("device", "device= is where the tensors go, and into= has tensors to fill"),
-    "template": ("into", "into= has the tensors to fill"),
-    "ignore": ("strict", "pass strict=False"),
-    "weights_only": ("into", "nothing is unpickled, so leave it out"),
-}
 SAVE_DEFAULTS = cast(
     "SaveOptions",
     dict.fromkeys(SaveOptions.__annotations__)
@@ -129,13 +114,9 @@ def complete_options(
     """
     for name in options:
         if name not in defaults:
-            parameters = signature(function).parameters
-            hint = names_hint(name, parameters, listed=False)
-            for word, (meant, remedy) in _MEANT.items():
-                if word in name and meant in parameters:
-                    hint = f"; {remedy}" if remedy else f"; did you mean {meant!r}?"
             raise TypeError(
-                f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
+                f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                f"{keyword_hint(function, name)}"
             )
     completed: Any = {**defaults, **options}
     check_flags(**{name: completed[name] for name in _FLAGS if name in completed})

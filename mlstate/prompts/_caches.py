@@ -255,7 +255,13 @@ def as_tokens(tokens: Any) -> Any:
         ids = ids.astype(np.int64)
     if ids.dtype.kind not in "iu":
         kind = "bool" if ids.dtype.kind == "b" else str(ids.dtype)
-        raise TypeError(f"tokens must be integers, got an array of {kind}")
+        text = f"tokens must be integers, got an array of {kind}"
+        if hasattr(tokens, "keys"):
+            text = f"tokens must be the ids of one prompt, got {type(tokens).__name__}"
+            text += ": pass its ['input_ids'], of one row"
+        elif ids.dtype.kind == "U":
+            text = "tokens must be token ids, got text: pass what the model's tokenizer returns"
+        raise TypeError(text)
     if ids.ndim == 2 and ids.shape[0] == 1:  # a batch of one, from a tokenizer
         ids = ids[0]
     if ids.ndim != 1:

@@ -26,7 +26,7 @@ def listed():
         ("prompts", "another record is stored there"),
         ("kv", "a mask is made of floats, not of dtype …"),
         ("state", "dtype must be a dtype or its name, got …"),
-        ("activation", "chain must be a Chain, got …"),
+        ("activation", "chain must be a Chain, got …; Chain.from_torch measures a module"),
     ],
 )
 def test_a_text_is_listed_under_its_page(listed, page, text):

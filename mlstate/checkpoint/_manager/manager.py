@@ -15,6 +15,7 @@ from ..._common.log import log
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
+from ..._common.wrong_calls import answer_attribute, explained
 from ...collectives._arguments import optional_group
 from ...errors import ChecksumError, FormatError, MLStateError
 from .._checkpoint.checkpoint import Checkpoint
@@ -128,6 +129,7 @@ class CheckpointManager:
     # set by a trainer, whose own rule decides which other steps stay
     _is_kept_elsewhere: Callable[[int | None], bool] | None = None
 
+    @explained
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -254,6 +256,9 @@ class CheckpointManager:
             if isinstance(saved, RootPath) and saved.manifest is not None:
                 self._warn_if_unchanged(saved.manifest, under_way._job.target.rank)
 
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+        __getattr__ = answer_attribute
+
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
 
@@ -374,6 +379,11 @@ class CheckpointManager:
 
     def _prepare(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
         """Wait for the running save; refuse another's folder, and warn, before `step` is saved."""
+        if not hasattr(step, "__index__"):
+            raise TypeError(
+                f"step must be an int, got {type(step).__name__}; it comes first: "
+                "manager.save(step, model, optimizer)"
+            )
         self._settle()
         self._timer.note()
         self._refuse_other(group)
@@ -381,6 +391,7 @@ class CheckpointManager:
         self._warn_without_metric(step, metadata, group)
 
     @show_options(SAVE_DEFAULTS)
+    @explained
     def save(
         self,
         step: int,
@@ -787,6 +798,7 @@ class CheckpointManager:
     # -- restoring
 
     @show_options(LOAD_DEFAULTS)
+    @explained
     def restore(self, step: int | str, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load a step.
 

@@ -99,6 +99,8 @@ def _mapping_of(name: str, state: Any) -> Any:
         hint = f"; pass its .{name}" if hasattr(state, "model") else ""
         if isinstance(state, str | os.PathLike):
             hint = f"; mlstate.load(path).{name} is the {name} that a path holds"
+        elif isinstance(state, int):
+            hint = "; the number of a step is a keyword, step="
         elif is_cache(state):
             hint = '; pass a cache as states={"kv": cache}, which stores its positions too'
         raise TypeError(

@@ -94,11 +94,6 @@ def check_target(
     `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
     `complete_save_options` returns them. Raises TypeError or ValueError for a wrong argument.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            "the path of a checkpoint must be a str or os.PathLike, got "
-            f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
-        )
     save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
     folder = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
     claim = folder.claim(options["lock_timeout"])

@@ -1,0 +1,141 @@
+"""Remedies for calls that Python refuses: keywords and attributes of other libraries, wrong counts.
+
+The only home of such answers: `complete_options` and `explained` find them for a function, and
+`answer_attribute` for an object.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from .text import names_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
+# A word of keywords that people pass; the keyword of the same meaning here, or the function that
+# lacks one; and the remedy, if its name does not tell it. The first that the function has counts.
+_KEYWORDS = (
+    ("weights_only", "into", "nothing is unpickled, so leave it out"),
+    ("location", "device", "device= is where the tensors go, and into= has tensors to fill"),
+    ("ignore", "strict", "pass strict=False"),
+    ("template", "into", "into= has the tensors to fill"),
+    ("model", "into", "into= has what to fill: load(path, into={'model': model})"),
+    ("optim", "into", "into= has what to fill: load(path, into={'optimizer': optimizer})"),
+    ("state", "into", "into= has what to fill: load(path, into=state)"),
+    ("target", "into", "into= has what to fill"),
+    ("scheduler", "states", "pass states={'scheduler': scheduler}"),
+    ("epoch", "metadata", "pass metadata={'epoch': 3}"),
+    ("loss", "metadata", "pass metadata={'loss': 0.25}"),
+    ("metric", "metadata", "pass metadata={'loss': 0.25}"),
+    ("dtype", "cast", ""),
+    ("tol", "rtol", "rtol= and atol= are the tolerances"),
+    ("tol", "ulps", "ulps= is the tolerance, in units of the last place"),
+    ("budget", "budget_bytes", ""),
+    ("memory", "budget_bytes", ""),
+    ("limit", "budget_bytes", ""),
+    ("memory", "max_staging_bytes", ""),
+    ("budget", "max_staging_bytes", ""),
+    ("buffer", "max_staging_bytes", ""),
+    ("size", "max_shard_bytes", ""),
+    ("size", "max_bytes", ""),
+    ("capacity", "max_bytes", ""),
+    ("ids", "tokens", "tokens= has the ids of one prompt, such as input_ids[0]"),
+    ("prompt", "tokens", "tokens= has the ids of one prompt, such as input_ids[0]"),
+    ("past", "cache", ""),
+    ("keep", "keep", ""),
+    ("limit", "keep", ""),
+    ("steps", "accumulation_steps", ""),
+    ("backend", "engine", "engine= is 'threads', 'gloo' or 'mpi'"),
+    ("ranks", "world_size", ""),
+    ("shards", "world_size", ""),
+    ("num", "world_size", ""),
+    ("prefix", "rules", "rules has pairs of prefixes: rename(state, {'module.': ''})"),
+    ("framework", "load_file", "load_file returns arrays: torch.from_numpy shares their memory"),
+    ("device", "load_file", "load(path, device='cuda').model has tensors of torch there"),
+)
+# Attributes that people look for, by class, and what to do.
+_MAPPING = "a state is a mapping of name to array"
+_MODEL = ".model is a mapping of name to array"
+_DEVICE = "mlstate.load(path, device='cuda').model has tensors of torch there"
+_MATCH = "match() finds a stored prompt, and restore() fills a cache with it"
+_RESTORE = "restore() reads a step"
+_ATTRIBUTES = {
+    "StateDict": {
+        "to": f"{_DEVICE}, and astype() changes dtypes",
+        "cuda": _DEVICE,
+        "half": "use astype('float16')",
+        "float": "use astype('float32')",
+        "numpy": f"{_MAPPING}s of NumPy",
+        "state_dict": f"{_MAPPING} by itself",
+        "load_state_dict": "mlstate.load_into(target, source) fills it",
+        "parameters": f"{_MAPPING}: values() has the arrays",
+        "save": "mlstate.save(path, state) saves it",
+    },
+    "LoadedState": dict.fromkeys(["keys", "items", "values", "get", "state_dict"], _MODEL)
+    | {"to": _DEVICE, "load_state_dict": "mlstate.load(path, into=module) fills a module"},
+    "CheckpointManager": {
+        "load": _RESTORE,
+        "load_latest": "restore_latest() reads the last one",
+        "latest": "latest_step() is the number of the last one, and restore_latest() reads it",
+        "all_steps": "steps() lists them",
+        "wait_until_finished": "close() waits, as does result() of what save_async returns",
+        "wait": "close() waits, as does result() of what save_async returns",
+    },
+    "PromptStore": dict.fromkeys(["get", "lookup", "load", "find"], _MATCH)
+    | dict.fromkeys(["add", "save", "store", "set"], "put() stores a prompt with its cache"),
+}
+
+
+def keyword_hint(function: Callable[..., object], name: str) -> str:
+    """Return the remedy for a keyword that `function` does not have, or ""."""
+    parameters = signature(function).parameters
+    for word, meant, remedy in _KEYWORDS:
+        if word in name and (meant in parameters or meant == function.__name__):
+            return f"; {remedy}" if remedy else f"; did you mean {meant!r}?"
+    return names_hint(name, parameters, listed=False)
+
+
+def explained(function: Function) -> Function:
+    """Let the TypeError of a call that does not fit the signature of `function` tell the remedy."""
+
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except TypeError as error:
+            traceback = error.__traceback__
+            if traceback is not None and traceback.tb_next is not None:
+                raise  # from the body
+            raise TypeError(f"{error}{_call_hint(call, keywords)}") from None
+
+    return cast("Function", call)
+
+
+def _call_hint(function: Callable[..., object], keywords: dict[str, Any]) -> str:
+    """Return the remedy for a call that does not fit the signature of `function`."""
+    parameters = signature(function).parameters
+    for name in keywords:
+        if name not in parameters:
+            return keyword_hint(function, name)
+    texts = [
+        f"{name}=" if parameter.kind is Parameter.KEYWORD_ONLY else name
+        for name, parameter in parameters.items()
+        if name in ("into", "step")
+        or parameter.default is Parameter.empty
+        or parameter.kind is not Parameter.KEYWORD_ONLY
+    ]
+    name = function.__qualname__.removesuffix(".__init__")
+    return f"; the call is {name}({', '.join(text for text in texts if text != 'self')}, ...)"
+
+
+def answer_attribute(thing: object, name: str) -> Any:
+    """Raise AttributeError with the remedy for an attribute that `thing` lacks: a `__getattr__`."""
+    tables = (_ATTRIBUTES.get(cls.__name__, {}) for cls in type(thing).__mro__)
+    remedy = next((f"; {table[name]}" for table in tables if name in table), "")
+    text = f"{type(thing).__name__!r} object has no attribute {name!r}{remedy}"
+    raise AttributeError(text, name=name, obj=thing)
