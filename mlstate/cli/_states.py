@@ -80,7 +80,7 @@ def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
     options = {
         action.dest: getattr(arguments, action.dest)
         for action in arguments.parser._actions
-        if action.option_strings and action.dest not in ("help", "json", "at")
+        if action.option_strings and action.dest not in ("help", "json", "quiet", "at")
     }
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
     return print_result(arguments, plan.to_dict(), str(plan).splitlines(), 0 if plan.fits else 1)
