@@ -55,7 +55,7 @@ def test_a_layout_has_a_constructor_and_is_in_every_list(name):
     instance = make(3) if layout else make()
     assert instance.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
     assert f'``"{name}"``' in (Layout.__doc__ or "")
-    assert f'`"{name}"` |' in (house.ROOT / "docs" / "checkpoints.md").read_text()
+    assert f'`"{name}"` |' in (house.ROOT / "docs" / "checkpoint_ranks.md").read_text()
 
 
 # Sources may choose some dtypes by name, but only the table has all of them.
