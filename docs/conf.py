@@ -77,7 +77,21 @@ MODULE_PAGE = """\
 
 {table}
 
+.. toctree::
+   :hidden:
+
+{pages}
+
 {entries}
+"""
+
+NAME_PAGE = """\
+{name}
+{line}
+
+.. currentmodule:: {module}
+
+{entry}
 """
 
 # Private base classes with the documented methods of several public classes.
@@ -127,8 +141,18 @@ def entry(name, thing):
     return ENTRY.format(kind=kind, name=name, options=options)
 
 
+def page_name(module, name):
+    """The file of the page of a function or class; case does not distinguish files everywhere."""
+    thing = getattr(module, name)
+    same = [other for other in module.__all__ if other.lower() == name.lower()]
+    return f"{module.__name__}.{name}" + "-class" * (inspect.isclass(thing) and len(same) > 1)
+
+
 def write_reference():
-    """Write docs/api: a page for each public module; a name is described on one of them."""
+    """Write docs/api: a page for each public module, and for each function and class.
+
+    Exceptions and constants are on the page of their module.
+    """
     folder = HERE / "api"
     folder.mkdir(exist_ok=True)
     described = {}
@@ -136,7 +160,7 @@ def write_reference():
     # Describe a name in the most specific module that lists it.
     for module_name in sorted(modules, key=lambda name: (name == "mlstate", name)):
         module = importlib.import_module(module_name)
-        table, entries = [], []
+        table, pages, entries = [], [], []
         inside = module_name + "."
         for name in module.__all__:
             thing = getattr(module, name)
@@ -151,11 +175,22 @@ def write_reference():
             else:
                 described[id(thing)] = module_name
                 table.append(f"   {name}")
-                entries.append(entry(name, thing))
+                if not callable(thing) or isinstance(thing, type) and issubclass(thing, BaseException):
+                    entries.append(entry(name, thing))
+                    continue
+                pages.append(f"   {page_name(module, name)}")
+                page = NAME_PAGE.format(
+                    name=inside + name,
+                    line="=" * len(inside + name),
+                    module=module_name,
+                    entry=entry(name, thing),
+                )
+                (folder / f"{page_name(module, name)}.rst").write_text(page, encoding="utf-8")
         page = MODULE_PAGE.format(
             name=module_name,
             line="=" * len(module_name),
             table="\n".join(table),
+            pages="\n".join(pages),
             entries="\n".join(entries),
         )
         (folder / f"{module_name}.rst").write_text(page, encoding="utf-8")
@@ -208,7 +243,7 @@ class LinkPublicNames(SphinxPostTransform):
                 places = {place for place in places if not place[2]}
             if len(places) > 1:
                 home = SUBJECTS.get(self.env.docname, "")
-                places = {place for place in places if place[0] == f"api/{home}"}
+                places = {place for place in places if f"{place[0]}.".startswith(f"api/{home}.")}
             if len(places) == 1:
                 [(page, anchor, _)] = places
                 folder = self.app.builder.get_relative_uri(self.env.docname, page)
@@ -240,8 +275,15 @@ def write_pages():
         shutil.copy(notebook, HERE / "api" / notebook.name)
 
 
+def collapse_navigation(app, page, template, context, doctree):
+    """Show the top of the sidebar and the section of the page, not the pages of all sections."""
+    toctree = context["toctree"]
+    context["toctree"] = lambda **options: toctree(**options | {"collapse": True, "maxdepth": 2})
+
+
 def setup(app):
     """Connect the functions above."""
+    app.connect("html-page-context", collapse_navigation, priority=400)
     app.add_config_value("public_names", {}, "", dict)
     app.add_post_transform(LinkPublicNames)
     app.connect("env-updated", complete_inventory)
