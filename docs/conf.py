@@ -15,13 +15,14 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from error_index import write_error_index  # noqa: E402
+from error_index import messages, write_error_index, write_search_scorer  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate._common.set_module import set_module  # noqa: E402
@@ -46,7 +47,7 @@ toc_object_entries_show_parents = "hide"
 html_title = f"mlstate {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_search_scorer = str(HERE / "_static" / "search_scorer.js")
+html_search_scorer = str(HERE / "api" / "search_scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -107,13 +108,35 @@ ENTRY = """\
 """
 
 
-# The module that a page is about, for names that several modules have.
+# The module that a page is about, for names that several modules have, if not `mlstate.PAGE`.
 SUBJECTS = {
-    "coreai": "mlstate.coreai",
-    "coreml": "mlstate.coreml",
+    "gradients": "mlstate.fsdp",
     "mlx_caches": "mlstate.integrations.mlx",
     "start_coreml": "mlstate.coreml",
+    "start_notebooks": "mlstate.state",
     "transformers_caches": "mlstate.integrations.transformers",
+}
+# Words of the glossary that have another sense elsewhere, and the pages of their own sense.
+CHECKPOINTS = ("checkpoint", "format", "object_stores", "scale", "start_training", "training")
+RANKS = (*CHECKPOINTS, "distributed", "gradients", "groups", "run_state", "tiers")
+TERM_PAGES = {
+    "anchor": "follow",
+    "block": "activation",
+    "capacity": ("c", "kv", "transformers"),
+    "chain": "activation",
+    "delta": "follow",
+    "generation": (*CHECKPOINTS, "commands", "follow"),
+    "group": RANKS,
+    "index": CHECKPOINTS,
+    "layout": (*RANKS, "commands", "follow", "huggingface", "proof", "testing"),
+    "part": RANKS,
+    "plan": "activation",
+    "root": ("format", "object_stores"),
+    "step": (*RANKS, "commands"),
+    "strategy": "activation",
+    "transition": ("c", "coreai", "coreml", "kv", "start_coreml"),
+    "unit": ("gradients", "tiers"),
+    "version": ("checkpoint_storage", "follow"),
 }
 ALIASES = {}  # from a name such as `mlstate.save` to the module that documents it
 
@@ -175,7 +198,11 @@ def write_reference():
             else:
                 described[id(thing)] = module_name
                 table.append(f"   {name}")
-                if not callable(thing) or isinstance(thing, type) and issubclass(thing, BaseException):
+                if (
+                    not callable(thing)
+                    or isinstance(thing, type)
+                    and issubclass(thing, BaseException)
+                ):
                     entries.append(entry(name, thing))
                     continue
                 pages.append(f"   {page_name(module, name)}")
@@ -194,8 +221,9 @@ def write_reference():
             entries="\n".join(entries),
         )
         (folder / f"{module_name}.rst").write_text(page, encoding="utf-8")
-    lines = ["Reference", "=========", "", ".. toctree::", ""]
-    lines += [f"   {name}" for name in ["mlstate", *modules[:-1]]]
+    lines = ["Python reference", "================", "", ".. toctree::", "", "   mlstate"]
+    lines += [f"   {name.removeprefix('mlstate.')} <{name}>" for name in modules[:-1]]
+    lines += ["   error_messages"]
     (folder / "index.rst").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -225,6 +253,15 @@ def complete_inventory(app, env):
         logging.getLogger(__name__).warning("not in objects.inv: %s", name)
 
 
+def is_link(node):
+    """Whether a node is in a link or a title."""
+    outer = (nodes.reference, nodes.title, addnodes.pending_xref)
+    while node := node.parent:
+        if isinstance(node, outer):
+            return True
+    return False
+
+
 class LinkPublicNames(SphinxPostTransform):
     """Link inline code that is a public name, such as `load` or `KVState.grow()`."""
 
@@ -232,9 +269,10 @@ class LinkPublicNames(SphinxPostTransform):
 
     def run(self, **_):
         """Put a link around each literal text that names one documented object."""
+        home = SUBJECTS.get(self.env.docname, f"mlstate.{self.env.docname}")
         for literal in list(self.document.findall(nodes.literal)):
             name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
-            if name is None or isinstance(literal.parent, nodes.reference | nodes.title):
+            if name is None or is_link(literal):
                 continue
             method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
             names = self.config.public_names
@@ -242,14 +280,43 @@ class LinkPublicNames(SphinxPostTransform):
             if len(places) > 1 and "." not in name[1]:  # functions and classes before methods
                 places = {place for place in places if not place[2]}
             if len(places) > 1:
-                home = SUBJECTS.get(self.env.docname, "")
-                places = {place for place in places if f"{place[0]}.".startswith(f"api/{home}.")}
+                near = {place for place in places if f"{place[0]}.".startswith(f"api/{home}.")}
+                top = self.env.get_domain("py").objects.get(f"mlstate.{name[1]}")
+                places = near or {(top.docname, top.node_id, False)} if top else near
             if len(places) == 1:
                 [(page, anchor, _)] = places
                 folder = self.app.builder.get_relative_uri(self.env.docname, page)
                 link = nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
                 literal.replace_self(link)
                 link += literal
+
+
+class LinkTerms(SphinxPostTransform):
+    """Link a word of the glossary where a page first uses it."""
+
+    default_priority = 6
+
+    def run(self, **_):
+        """Put a link around the first use of each word in a paragraph or a table."""
+        page = self.env.docname
+        if page == "glossary" or page.startswith("api/"):
+            return
+        folder = self.app.builder.get_relative_uri(page, "glossary")
+        for term, (_, anchor) in self.env.get_domain("std")._terms.items():
+            if page.startswith(TERM_PAGES.get(term, "")):
+                word = re.compile(rf"\b{term}s?\b", re.IGNORECASE)
+                self.link_first(word, f"{folder}#{anchor}")
+
+    def link_first(self, word, target):
+        """Put a link to `target` around the first text that matches `word`."""
+        for text in self.document.findall(nodes.Text):
+            match = word.search(text)
+            inside = isinstance(text.parent, nodes.paragraph | nodes.entry)
+            if match and inside and not is_link(text):
+                link = nodes.reference("", match[0], internal=True, refuri=target, classes=["term"])
+                before, after = nodes.Text(text[: match.start()]), nodes.Text(text[match.end() :])
+                text.parent.replace(text, [before, link, after])
+                return
 
 
 def collect_public_names(app, env):
@@ -270,7 +337,9 @@ def collect_public_names(app, env):
 
 def write_pages():
     """Write the other generated pages: error messages and notebooks."""
-    write_error_index(HERE.parent, HERE / "api" / "error_messages.md")
+    listed = messages(HERE.parent)
+    write_error_index(listed, HERE / "api" / "error_messages.md")
+    write_search_scorer(listed, HERE / "search_scorer.js", Path(html_search_scorer))
     for notebook in (HERE.parent / "examples").glob("*.ipynb"):
         shutil.copy(notebook, HERE / "api" / notebook.name)
 
@@ -286,6 +355,7 @@ def setup(app):
     app.connect("html-page-context", collapse_navigation, priority=400)
     app.add_config_value("public_names", {}, "", dict)
     app.add_post_transform(LinkPublicNames)
+    app.add_post_transform(LinkTerms)
     app.connect("env-updated", complete_inventory)
     app.connect("env-updated", collect_public_names, priority=600)
 

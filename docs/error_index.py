@@ -1,6 +1,7 @@
 """Write the page of error messages: each text of the sources, and the page that explains it."""
 
 import ast
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -20,6 +21,11 @@ PAGES = {
     "mlstate/checkpoint/_huggingface": "huggingface",
     "mlstate/checkpoint/_folder/_remote": "object_stores",
     "mlstate/checkpoint/_tiers": "tiers",
+    "mlstate/checkpoint/_files": "files",
+    "mlstate/checkpoint/_load": "checkpoint_load",
+    "mlstate/checkpoint/_manager": "checkpoint_steps",
+    "mlstate/checkpoint/_sources": "checkpoint_load",
+    "mlstate/checkpoint/_steps": "checkpoint_steps",
     "mlstate/checkpoint": "checkpoints",
     "mlstate/cli": "commands",
     "mlstate/collectives": "groups",
@@ -35,13 +41,14 @@ PAGES = {
     "mlstate": "state",
     "csrc/core/activation": "activation",
     "csrc/core/planning": "activation",
+    "csrc/core/checkpoint/read": "checkpoint_verify",
     "csrc/core/checkpoint": "checkpoints",
     "csrc/core/collectives": "groups",
     "csrc/core/follow": "follow",
     "csrc/core/kv": "kv",
     "csrc/core/prompts": "prompts",
     "csrc/core/safetensors": "files",
-    "csrc/core/sharding": "checkpoints",
+    "csrc/core/sharding": "checkpoint_ranks",
     "csrc/python/activation": "activation",
     "csrc/python/checkpoint": "checkpoints",
     "csrc/python/collectives": "groups",
@@ -124,13 +131,20 @@ def messages(root):
     return texts
 
 
-def write_error_index(root: Path, target: Path):
-    """Write the page, grouped by the pages that explain the errors."""
+def write_error_index(listed, target: Path):
+    """Write the page of `messages`, grouped by the pages that explain the errors."""
     lines = [HEAD]
-    for page, texts in sorted(messages(root).items()):
-        source = (root / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for page, texts in sorted(listed.items()):
+        source = (target.parents[1] / f"{page}.md").read_text(encoding="utf-8")
         title = source[source.index("# ") + 2 :].partition("\n")[0]
         lines += [f"## {title}", "", f"See [{title}](../{page}.md).", ""]
         lines += [f"- `` {text} ``" for text in sorted(texts, key=lambda t: t.lstrip("… ").lower())]
         lines.append("")
     target.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_search_scorer(listed, source: Path, target: Path):
+    """Write the scorer of the search, with the texts of `messages`."""
+    texts = sorted({text.lower() for texts in listed.values() for text in texts})
+    scorer = f"const MESSAGES = {json.dumps(texts, ensure_ascii=False)};\n"
+    target.write_text(scorer + source.read_text(encoding="utf-8"), encoding="utf-8")

@@ -1,0 +1,27 @@
+// Sphinx's scores, but the index of errors is first if the query is text of a message, else last.
+// MESSAGES are the messages in lower case; … stands for a name, a number or a path.
+const isMessage = (query) => {
+  const text = query.toLowerCase().trim().replace(/\s+/g, " ");
+  const isPhrase = (part) => part.trim().split(" ").length > 2;
+  return MESSAGES.some(
+    (message) =>
+      (isPhrase(text) && message.includes(text)) ||
+      message.split("…").some((part) => isPhrase(part) && text.includes(part.trim())),
+  );
+};
+var Scorer = {
+  score: ([page, , , description, score]) => {
+    if (description?.startsWith("Python method")) return score - 1; // functions first
+    if (page !== "api/error_messages") return score;
+    const query = new URLSearchParams(location.search).get("q") || "";
+    return isMessage(query) ? score + 100 : score - 100;
+  },
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};
