@@ -34,7 +34,6 @@ version = release = mlstate.__version__
 
 extensions = [
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.viewcode",
     "numpydoc",
     "myst_nb",
@@ -59,7 +58,6 @@ nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "deflist"]
 autodoc_typehints = "none"  # docstrings contain types and shapes
 autodoc_member_order = "bysource"
-autosummary_generate = False
 numpydoc_show_class_members = False
 
 # Programs for the shell, without a Python interface.
@@ -74,7 +72,8 @@ MODULE_PAGE = """\
 
 .. currentmodule:: {name}
 
-.. autosummary::
+.. list-table::
+   :widths: auto
 
 {table}
 
@@ -164,11 +163,25 @@ def entry(name, thing):
     return ENTRY.format(kind=kind, name=name, options=options)
 
 
-def page_name(module, name):
-    """The file of the page of a function or class; case does not distinguish files everywhere."""
+def write_name_page(folder, module, name):
+    """Write the page of a function or class, and return the name of the file."""
     thing = getattr(module, name)
+    full = f"{module.__name__}.{name}"
     same = [other for other in module.__all__ if other.lower() == name.lower()]
-    return f"{module.__name__}.{name}" + "-class" * (inspect.isclass(thing) and len(same) > 1)
+    # Some file systems do not distinguish `Plan` from `plan`.
+    file = full + "-class" * (inspect.isclass(thing) and len(same) > 1)
+    page = NAME_PAGE.format(
+        name=full, line="=" * len(full), module=module.__name__, entry=entry(name, thing)
+    )
+    (folder / f"{file}.rst").write_text(page, encoding="utf-8")
+    return file
+
+
+def row(name, thing):
+    """A row of a module's table: a name, and the first line of its docstring."""
+    is_data = not (inspect.ismodule(thing) or inspect.isclass(thing) or inspect.isroutine(thing))
+    summary = "" if is_data else (inspect.getdoc(thing) or "").partition("\n\n")[0]
+    return f"   * - :py:obj:`~{name}`\n     - {' '.join(summary.split())}"
 
 
 def write_reference():
@@ -184,35 +197,23 @@ def write_reference():
     for module_name in sorted(modules, key=lambda name: (name == "mlstate", name)):
         module = importlib.import_module(module_name)
         table, pages, entries = [], [], []
-        inside = module_name + "."
         for name in module.__all__:
             thing = getattr(module, name)
+            full = f"{module_name}.{name}"
             if inspect.ismodule(thing):
-                table.append(f"   ~{thing.__name__.removeprefix(inside)}")
+                full = thing.__name__
             elif name == "__version__":
                 continue
             elif id(thing) in described:
-                full = f"{described[id(thing)]}.{name}"
-                ALIASES[inside + name] = full
-                table.append(f"   ~{full.removeprefix(inside)}")
+                ALIASES[full] = full = described[id(thing)]
             else:
-                described[id(thing)] = module_name
-                table.append(f"   {name}")
-                if (
-                    not callable(thing)
-                    or isinstance(thing, type)
-                    and issubclass(thing, BaseException)
-                ):
+                described[id(thing)] = full
+                is_error = inspect.isclass(thing) and issubclass(thing, BaseException)
+                if is_error or not (inspect.isclass(thing) or inspect.isroutine(thing)):
                     entries.append(entry(name, thing))
-                    continue
-                pages.append(f"   {page_name(module, name)}")
-                page = NAME_PAGE.format(
-                    name=inside + name,
-                    line="=" * len(inside + name),
-                    module=module_name,
-                    entry=entry(name, thing),
-                )
-                (folder / f"{page_name(module, name)}.rst").write_text(page, encoding="utf-8")
+                else:
+                    pages.append(f"   {write_name_page(folder, module, name)}")
+            table.append(row(full, thing))
         page = MODULE_PAGE.format(
             name=module_name,
             line="=" * len(module_name),
@@ -276,9 +277,10 @@ class LinkPublicNames(SphinxPostTransform):
                 continue
             method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
             names = self.config.public_names
-            places = names.get(name[1]) or names.get(method if "_" in method else "", ())
-            if len(places) > 1 and "." not in name[1]:  # functions and classes before methods
-                places = {place for place in places if not place[2]}
+            places = names.get(literal.astext()) or names.get(name[1])
+            places = places or names.get(method if "_" in method else "", ())
+            if len(places) > 1:  # `save` is a function or a class, `manager.save` a method
+                places = {place for place in places if place[2] == ("." in name[1])}
             if len(places) > 1:
                 near = {place for place in places if f"{place[0]}.".startswith(f"api/{home}.")}
                 top = self.env.get_domain("py").objects.get(f"mlstate.{name[1]}")
@@ -323,7 +325,10 @@ def collect_public_names(app, env):
     """Map each public name, with and without its modules, to the places that document it."""
     names = {}
     for full, entry in env.get_domain("py").objects.items():
-        if entry.objtype == "module" or not full.startswith("mlstate."):
+        if not full.startswith("mlstate."):
+            continue
+        if entry.objtype == "module":
+            names[full] = {(entry.docname, entry.node_id, False)}
             continue
         parts = full.split(".")[1:]
         is_member = entry.objtype in ("method", "attribute", "property")

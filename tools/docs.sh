@@ -2,5 +2,5 @@
 # docs.sh PYTHON: build build/docs/index.html; warnings are errors.
 set -euo pipefail
 rm -rf docs/api
-"$1" -m sphinx --fail-on-warning --keep-going -q -b html -d build/doctrees docs build/docs
+"$1" -m sphinx --fail-on-warning --keep-going -q -j auto -b html -d build/doctrees docs build/docs
 echo "build/docs/index.html"
