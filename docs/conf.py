@@ -16,6 +16,7 @@ from pathlib import Path
 
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 
@@ -256,11 +257,28 @@ def complete_inventory(app, env):
 
 def is_link(node):
     """Whether a node is in a link or a title."""
-    outer = (nodes.reference, nodes.title, addnodes.pending_xref)
+    outer = (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.download_reference)
     while node := node.parent:
         if isinstance(node, outer):
             return True
     return False
+
+
+class LinkFiles(SphinxTransform):
+    """Link inline code that names a file of the repository, such as a benchmark, to that file."""
+
+    default_priority = 800  # before Sphinx collects the files to copy
+
+    def apply(self, **_):
+        """Put a link around each literal text that is a path, or `python` and a path."""
+        for literal in list(self.document.findall(nodes.literal)):
+            name = re.fullmatch(r"(?:python )?(\w+/[\w./-]+\.\w+)(?: .*)?", literal.astext())
+            if name and not is_link(literal) and (HERE.parent / name[1]).is_file():
+                link = addnodes.download_reference(
+                    "", "", reftarget=f"/../{name[1]}", refdoc=self.env.docname
+                )
+                literal.replace_self(link)
+                link += literal
 
 
 class LinkPublicNames(SphinxPostTransform):
@@ -359,6 +377,7 @@ def setup(app):
     """Connect the functions above."""
     app.connect("html-page-context", collapse_navigation, priority=400)
     app.add_config_value("public_names", {}, "", dict)
+    app.add_transform(LinkFiles)
     app.add_post_transform(LinkPublicNames)
     app.add_post_transform(LinkTerms)
     app.connect("env-updated", complete_inventory)

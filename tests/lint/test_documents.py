@@ -1,6 +1,8 @@
 """README and docs name existing files, headings and functions."""
 
+import json
 import re
+from collections import Counter
 
 import house
 import pytest
@@ -74,3 +76,19 @@ def test_files_named_in_code_marks_exist(path):
     pattern = r"`((?:csrc|tests|tools|docs|examples|benchmarks|fuzz)/[\w./-]*\w)`"
     missing = [name for name in re.findall(pattern, text) if not (house.ROOT / name).exists()]
     assert not missing, f"{house.relative(path)} names {missing}"
+
+
+def test_pages_have_different_titles():
+    notebooks = [json.loads(p.read_text("utf-8")) for p in house.ROOT.glob("examples/*.ipynb")]
+    texts = [p.read_text("utf-8") for p in house.ROOT.glob("docs/*.md")]
+    texts += ["".join(notebook["cells"][0]["source"]) for notebook in notebooks]
+    titles = [re.search(r"^# (.+)$", text, re.MULTILINE) for text in texts]
+    counted = Counter(title[1].casefold() for title in titles if title)
+    assert [title for title, count in counted.items() if count > 1] == []
+
+
+def test_the_sidebar_is_short():
+    text = (house.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    sections = re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL)
+    entries = [line for part in sections for line in part.splitlines() if re.match(r"\w", line)]
+    assert len(sections) > 1 and len(entries) <= 20
