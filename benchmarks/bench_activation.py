@@ -2,7 +2,7 @@
 
 ``python benchmarks/bench_activation.py [--quick] [--json] [--only PART] [--repeats N]``; mlstate
 must be installed, torch and transformers take part if they are.  Memory is measured by torch's
-allocator, not predicted by a plan.  See docs/activation.md.
+allocator, not predicted by a plan.  See docs/activation_compared.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deltas of one bfloat16 array compared with a copy, torch and NumPy: see docs/follow.md.
+"""Deltas of one bfloat16 array compared with a copy, torch and NumPy: see docs/follow_format.md.
 
 ``python benchmarks/bench_follow.py [--quick] [--json]``: 128 Mi elements, 1 % and 3 % of them
 changed, on one thread; figures are processor time.  The copy is NumPy's, into memory that was

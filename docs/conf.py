@@ -122,7 +122,7 @@ RANKS = (*CHECKPOINTS, "distributed", "gradients", "groups", "run_state", "tiers
 TERM_PAGES = {
     "anchor": "follow",
     "block": "activation",
-    "capacity": ("c", "kv", "transformers"),
+    "capacity": ("kv", "transformers"),
     "chain": "activation",
     "delta": "follow",
     "generation": (*CHECKPOINTS, "commands", "follow"),
@@ -134,7 +134,7 @@ TERM_PAGES = {
     "root": ("format", "object_stores"),
     "step": (*RANKS, "commands"),
     "strategy": "activation",
-    "transition": ("c", "coreai", "coreml", "kv", "start_coreml"),
+    "transition": ("coreai", "coreml", "kv", "start_coreml"),
     "unit": ("gradients", "tiers"),
     "version": ("checkpoint_storage", "follow"),
 }
@@ -288,7 +288,8 @@ class LinkPublicNames(SphinxPostTransform):
 
     def run(self, **_):
         """Put a link around each literal text that names one documented object."""
-        home = SUBJECTS.get(self.env.docname, f"mlstate.{self.env.docname}")
+        family = self.env.docname.partition("_")[0]
+        home = SUBJECTS.get(self.env.docname) or SUBJECTS.get(family, f"mlstate.{family}")
         for literal in list(self.document.findall(nodes.literal)):
             name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
             if name is None or is_link(literal):

@@ -48,7 +48,7 @@ class DeltaBackend(Protocol):
 
 
 class Delta(NamedTuple):
-    """The elements of an array that differ from a base; docs/follow.md specifies the bytes.
+    """The elements of an array that differ from a base; docs/follow_format.md specifies the bytes.
 
     Parameters
     ----------

@@ -38,7 +38,7 @@ def random_pair(count, dtype, density, seed=0):
 
 
 def decode(delta):
-    """The numbers of the changed elements, by docs/follow.md."""
+    """The numbers of the changed elements, by docs/follow_format.md."""
     most = np.iinfo(delta.gaps.dtype).max
     number, numbers = 0, []
     for unit in delta.gaps.tolist():

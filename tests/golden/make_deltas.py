@@ -1,7 +1,7 @@
 """Write the golden files of deltas in the formats of other programs, from their descriptions.
 
 ``python tests/golden/make_deltas.py``: it uses neither mlstate nor its writers, so that a common
-mistake of reader and writer shows. docs/follow.md describes the bytes.
+mistake of reader and writer shows. docs/follow_format.md describes the bytes.
 """
 
 import json

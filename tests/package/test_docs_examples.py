@@ -1,6 +1,7 @@
 """The examples of README and docs/ run, page by page, from top to bottom.
 
-A page's blocks share one namespace and one temporary working directory. In README and the start
+A page's blocks share one namespace and one temporary working directory. A page with the comment
+``<!-- continues NAME -->`` runs after the blocks of that page. In README and the start
 page each block has its own, because readers copy single blocks:
 
 - ``python`` blocks run; with ``no-run`` they are only compiled, with
@@ -36,6 +37,7 @@ from mlstate.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SEPARATE = {"README", "index"}  # pages whose blocks run separately, each in a fresh namespace
+CONTINUES = re.compile(r"^<!-- continues (\w+) -->$", re.MULTILINE)
 FENCE = re.compile(r"^```(python|pycon|console)\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,6 +56,13 @@ def blocks_of(page):
         Block(fence[1], fence[2].split(), fence[3], text.count("\n", 0, fence.start()) + 2)
         for fence in FENCE.finditer(text)
     ]
+
+
+def continued_blocks(page):
+    """The blocks of the page that this one continues, and its own."""
+    continued = CONTINUES.search(page.read_text(encoding="utf-8"))
+    earlier = continued_blocks(page.with_name(f"{continued[1]}.md")) if continued else []
+    return earlier + blocks_of(page)
 
 
 def values(block, key):
@@ -155,7 +164,7 @@ def run_block(block, where, namespace, capsys):
 def test_page_runs(page, tmp_path, monkeypatch, capsys):
     where = page.relative_to(ROOT).as_posix()
     namespace = enter(tmp_path / "page", monkeypatch)
-    for block in blocks_of(page):
+    for block in continued_blocks(page):
         if page.stem in SEPARATE:
             namespace = enter(tmp_path / str(block.line), monkeypatch)
         run_block(block, where, namespace, capsys)

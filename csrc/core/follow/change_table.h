@@ -2,8 +2,8 @@
  *
  * The table is stored by columns and untrusted: mls_change_table_read checks it and
  * returns the rows. Names, gaps and values of all rows are concatenated, and a row has
- * the number of its bytes, so ranges cannot overlap. docs/follow.md specifies the bytes
- * for other programs.
+ * the number of its bytes, so ranges cannot overlap. docs/follow_format.md specifies
+ * the bytes for other programs.
  */
 #ifndef MLS_CHANGE_TABLE_H
 #define MLS_CHANGE_TABLE_H

@@ -7,8 +7,8 @@
  *   since the start), in units of 1 byte or of 2 bytes, little-endian. A unit of 255 (of
  *   65535 for 2 bytes) means that many unchanged elements and is continued by the next
  *   unit; every other unit ends a gap.
- * Each list of numbers has exactly one stream of each width. docs/follow.md specifies the
- * bytes for other programs.
+ * Each list of numbers has exactly one stream of each width. docs/follow_format.md
+ * specifies the bytes for other programs.
  *
  * A delta is untrusted until mls_delta_check has accepted it. The undo log of an
  * application is a delta too: the same gaps with the overwritten elements.

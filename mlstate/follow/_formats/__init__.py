@@ -1,1 +1,1 @@
-"""Deltas in the formats of other programs, as arrays and metadata; docs/follow.md has the bytes."""
+"""Deltas in the formats of other programs, as arrays and metadata; see docs/follow_format.md."""
