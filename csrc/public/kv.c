@@ -241,8 +241,9 @@ static int move_cache(const move_arrays *arrays, mls_kv_request request, double 
     if (code == MLSTATE_KV_OK) {
         code = public_code(mls_kv_check_target(&target, &source, request, &st));
     }
-    if (code == MLSTATE_KV_OK) {
-        code = public_code(mls_element_encode(pad, &target, &element, &st));
+    if (code == MLSTATE_KV_OK &&
+        mls_element_encode(pad, &target, &element, &st) != MLS_OK) {
+        code = MLSTATE_KV_ERROR_VALUE; /* for 8-bit floats the core blames the dtype */
     }
     if (code == MLSTATE_KV_OK) {
         request.pad = &element;

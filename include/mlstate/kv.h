@@ -10,7 +10,8 @@
  *
  * Every function that returns int returns MLSTATE_KV_OK (0) or one of the errors below,
  * and writes nothing if it returns an error. The only exception is a value that cannot be
- * quantized: see mlstate_kv_quantize. A function reads and writes the elements of its
+ * quantized: see mlstate_kv_quantize. If several errors hold, any of them is returned.
+ * A function reads and writes the elements of its
  * arrays and nothing else: bytes between strided elements keep their content. The caller
  * owns all memory, which must have the size that shape and strides need.
  *
@@ -94,7 +95,7 @@ MLSTATE_KV_API size_t mlstate_kv_dtype_bytes(int dtype);
  * another, rounded to nearest even; any other dtype must be the same on both sides. A
  * cache has 2 to 8 axes. ERROR_CAPACITY: the target is shorter than the source, or
  * `position` is outside 0..length. ERROR_OVERLAP: source and target share memory.
- * ERROR_VALUE: the dtype cannot hold `pad`. */
+ * ERROR_VALUE: the dtype cannot hold `pad`; 8-bit floats take only 0. */
 MLSTATE_KV_API int mlstate_kv_expand(const void *source, int source_dtype,
                                      const int64_t *source_strides, void *target,
                                      int target_dtype, const int64_t *target_strides,
@@ -132,10 +133,10 @@ MLSTATE_KV_API int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride,
  * 0, else i and i + rotary_dim / 2. `shifts` has one entry for each position, or one for
  * all (`shift_count` 1). Target and keys are floats of 16, 32 or 64 bits, of one dtype.
  * The target may be the keys themselves.
- * ERROR_VALUE: base or scaling is not finite and positive, or rotary_dim is odd, beyond
- * the head dimension, or above 4096. ERROR_SHAPE: the sequence is the last axis, or the
- * number of shifts is another. ERROR_OVERLAP: the target shares memory with the shifts or
- * with the keys, but is not the same view. */
+ * ERROR_VALUE: base or scaling is not finite and positive, or the number of elements to
+ * turn is not an even one of 2..4096, or exceeds the head dimension. ERROR_SHAPE: the
+ * sequence is the last axis, or the number of shifts is another. ERROR_OVERLAP: the
+ * target shares memory with the shifts or with the keys, but is not the same view. */
 MLSTATE_KV_API int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides,
                                      void *target, const int64_t *target_strides,
                                      int dtype, const int64_t *shape, int rank,

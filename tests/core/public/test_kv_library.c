@@ -2,6 +2,8 @@
 
 #include "support/cpus.h"
 
+#include <math.h>
+
 enum { LAYERS = 2, HEADS = 1, LENGTH = 4, LONGER = 6, DIM = 8 };
 
 static const int64_t shape[] = {LAYERS, HEADS, LENGTH, DIM};
@@ -188,6 +190,14 @@ TEST(padding_must_fit_the_dtype)
     CHECK(expand(a) == MLSTATE_KV_ERROR_VALUE && is_unchanged());
     a.pad = -3;
     CHECK(expand(a) == MLSTATE_KV_OK);
+    memcpy(target, before, sizeof target);
+    a.target_dtype = a.source_dtype = MLSTATE_KV_FLOAT8_E4M3FN;
+    a.pad = 1;
+    CHECK(expand(a) == MLSTATE_KV_ERROR_VALUE && is_unchanged());
+    a.source_dtype = MLSTATE_KV_FLOAT32;
+    a.target_dtype = MLSTATE_KV_FLOAT16;
+    a.pad = 65520;
+    CHECK(expand(a) == MLSTATE_KV_ERROR_VALUE && is_unchanged());
 }
 
 TEST(masks_are_checked)
@@ -226,6 +236,7 @@ static int rotate(int dtype, int seq_axis, const int64_t *shifts, int64_t shift_
 TEST(rotations_are_checked)
 {
     const int64_t shifts[LENGTH] = {1, 2, 3, 4};
+    const int64_t wide[] = {0, 4098};
     enum { F32 = MLSTATE_KV_FLOAT32 };
     CHECK(rotate(F32, -2, NULL, 1, 1e4, 0) == MLSTATE_KV_ERROR_NULL);
     CHECK(rotate(F32, -2, shifts, 2, 1e4, 0) == MLSTATE_KV_ERROR_SHAPE);
@@ -239,6 +250,13 @@ TEST(rotations_are_checked)
     CHECK(rotate(F32, -2, shifts, 1, 1e4, 3) == MLSTATE_KV_ERROR_VALUE);
     CHECK(rotate(F32, -2, shifts, 1, 1e4, -2) == MLSTATE_KV_ERROR_VALUE);
     CHECK(rotate(F32, -2, shifts, 1, 1e4, INT64_MAX) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(rotate(F32, -2, shifts, 1, 1e4, DIM + 2) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(rotate(F32, -2, shifts, 1, (double)INFINITY, 0) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(rotate(F32, -2, shifts, 1, (double)NAN, 0) == MLSTATE_KV_ERROR_VALUE);
+    CHECK(mlstate_kv_rotate(source, NULL, target, NULL, F32, shape, 4, -2, shifts, 1, 1e4,
+                            0, 0, 0) == MLSTATE_KV_ERROR_VALUE); /* the scaling */
+    CHECK(mlstate_kv_rotate(source, NULL, target, NULL, F32, wide, 2, 0, shifts, 1, 1e4,
+                            1, 0, 0) == MLSTATE_KV_ERROR_VALUE); /* turns 4098 */
     CHECK(rotate(F32, -2, (const int64_t *)(const void *)target, 1, 1e4, 0) ==
           MLSTATE_KV_ERROR_OVERLAP);
     CHECK(mlstate_kv_rotate(&target[0][0][1][0], NULL, target, NULL, F32, shape, 4, -2,
@@ -286,6 +304,11 @@ TEST(quantization_is_checked)
     CHECK(memcmp(codes, codes_before, sizeof codes) == 0);
     CHECK(quantize(source, F32, 8, DIM, codes) == MLSTATE_KV_OK);
     CHECK(memcmp(codes, codes_before, sizeof codes) != 0);
+    source[0][0][0][0] = -3e38F; /* their distance exceeds float */
+    source[0][0][0][1] = 3e38F;
+    CHECK(quantize(source, F32, 8, DIM, codes) == MLSTATE_KV_ERROR_VALUE);
+    source[0][0][0][0] = NAN;
+    CHECK(quantize(source, F32, 8, DIM, codes) == MLSTATE_KV_ERROR_VALUE);
 }
 
 TEST(dequantization_is_checked_and_reverses)
@@ -409,6 +432,10 @@ TEST(lengths_of_codes_are_checked)
     CHECK(mlstate_kv_quantized_lengths(65, 4, 32, &words, &groups) ==
           MLSTATE_KV_ERROR_SHAPE);
     CHECK(mlstate_kv_quantized_lengths(64, 0, 32, &words, &groups) ==
+          MLSTATE_KV_ERROR_VALUE);
+    CHECK(mlstate_kv_quantized_lengths(64, 5, 8, &words, &groups) ==
+          MLSTATE_KV_ERROR_VALUE);
+    CHECK(mlstate_kv_quantized_lengths(4128, 4, 4128, &words, &groups) ==
           MLSTATE_KV_ERROR_VALUE);
     CHECK(words == -1 && groups == -1);
     CHECK(mlstate_kv_quantized_lengths(64, 4, 32, &words, &groups) == MLSTATE_KV_OK);
