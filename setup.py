@@ -1,4 +1,4 @@
-"""The extension module; all metadata is in pyproject.toml.
+"""The extension module and the C library of kv.h; all metadata is in pyproject.toml.
 
 Environment variables, all unset in a release build:
 ``MLSTATE_SANITIZE=address|thread``, ``MLSTATE_COVERAGE=1``, ``MLSTATE_DEBUG=1``,
@@ -133,6 +133,7 @@ class IncrementalBuild(build_ext):
         super().build_extensions()
         noted.write_text(flags)
         self.archive_core(extension)
+        self.build_kv_library(extension)
 
     def archive_core(self, extension):
         """Make libmlstate.a of the core's objects, so that the C tests need not compile them."""
@@ -140,6 +141,54 @@ class IncrementalBuild(build_ext):
         objects = self.compiler.object_filenames(core, output_dir=self.build_temp)
         Path(self.build_temp, "libmlstate.a").unlink(missing_ok=True)
         self.compiler.create_static_lib(objects, "mlstate", output_dir=self.build_temp)
+
+    def build_kv_library(self, extension):
+        """Make the library of include/mlstate/kv.h, and copy the header, into the package.
+
+        tools/core.mk lists the sources and `make install-kv` installs the same library. A wheel has
+        no links, so its shared library has the name that programs load.
+        """
+        rules = Path("tools/core.mk").read_text(encoding="utf-8")
+        header = Path("include/mlstate/kv.h")
+        major = re.search(r"KV_VERSION_MAJOR (\d+)", header.read_text(encoding="utf-8"))[1]
+        folders, left_out = (
+            re.search(rf"^{name} := (.*)$", rules, re.MULTILINE)[1].split()
+            for name in ("KV_FOLDERS", "KV_WITHOUT")
+        )
+        core = [s for f in folders for s in files(f"csrc/core/{f}/**/*.c") if s not in left_out]
+        objects = self.compiler.compile(
+            files("csrc/public/*.c"),
+            output_dir=self.build_temp,
+            include_dirs=["include", *extension.include_dirs],
+            macros=extension.define_macros,
+            extra_postargs=extension.extra_compile_args,
+        )
+        package = Path(self.get_ext_fullpath(extension.name)).parent
+        folder = package / "lib"
+        self.mkpath(str(folder))
+        self.mkpath(str(package / "include" / "mlstate"))
+        shutil.copy(header, package / "include" / "mlstate")
+        archive = folder / "libmlstate_kv.a"
+        archive.unlink(missing_ok=True)
+        members = [*objects, *self.compiler.object_filenames(core, output_dir=self.build_temp)]
+        self.compiler.create_static_lib(members, "mlstate_kv", output_dir=str(folder))
+        linker = ["-dynamiclib" if word == "-bundle" else word for word in self.compiler.linker_so]
+        if sys.platform == "darwin":
+            shared = folder / f"libmlstate_kv.{major}.dylib"
+            linker += ["-install_name", f"@rpath/{shared.name}"]
+        else:
+            shared = folder / f"libmlstate_kv.so.{major}"
+            linker.append(f"-Wl,-soname,{shared.name}")
+        libraries = [str(archive), "-lpthread", "-lm", *extension.extra_link_args]
+        self.spawn([*linker, *objects, *libraries, "-o", str(shared)])
+
+    def copy_extensions_to_source(self):
+        """Copy the library to the sources too, for `build_ext --inplace` and editable installs."""
+        super().copy_extensions_to_source()
+        for folder in ("include", "lib"):
+            shutil.copytree(
+                Path(self.build_lib, "mlstate", folder), Path("mlstate", folder), dirs_exist_ok=True
+            )
 
     def compile_all(self, sources, output_dir, **kwargs):
         """Compile those sources whose objects are not current; return all objects."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         state,
         threads,
     )
+    from ._c_library import get_include, get_library_dir
     from ._info import info
     from .checkpoint import (
         CheckpointManager,
@@ -105,6 +106,8 @@ __all__ = [
     "export_huggingface",
     "follow",
     "fsdp",
+    "get_include",
+    "get_library_dir",
     "get_num_threads",
     "info",
     "inspect",
@@ -144,6 +147,7 @@ _MODULES = (
     "threads",
 )
 _NAMES = {
+    "._c_library": ("get_include", "get_library_dir"),
     "._info": ("info",),
     "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
     ".checkpoint": (

@@ -1,6 +1,7 @@
 # Build the C core, the library of include/mlstate/kv.h and their tests without Python.
 #
 #   make -f tools/core.mk lib|kv|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
+#   make -f tools/core.mk install-kv [PREFIX=/usr/local] [LIBDIR=lib] [DESTDIR=...]
 #
 # A BUILD folder holds one variant (plain, sanitizers, another machine); RUN is the command that
 # runs tests for another machine, such as qemu.  With LIB=file the tests use that library, which
@@ -28,6 +29,26 @@ KV_FOLDERS := base runtime array kv
 KV_WITHOUT := csrc/core/array/copy/measure_copies.c
 KV_SOURCES := $(filter-out $(KV_WITHOUT),$(filter $(addsuffix /%,$(addprefix csrc/core/,$(KV_FOLDERS))),$(SOURCES)))
 KV_OBJECTS := $(KV_SOURCES:csrc/%.c=$(BUILD)/%.o) $(PUBLIC_OBJECTS)
+# The version of the header, and the shared library: its major version is in its name.
+KV_VERSION := $(shell awk '/define MLSTATE_KV_VERSION_M(AJOR|INOR) / { printf "%s%s", dot, $$3; dot = "." }' \
+	include/mlstate/kv.h)
+KV_MAJOR := $(firstword $(subst ., ,$(KV_VERSION)))
+ifeq ($(shell uname -s),Darwin)
+KV_SHARED := libmlstate_kv.$(KV_MAJOR).dylib
+KV_LINK := libmlstate_kv.dylib
+KV_SONAME := @rpath/$(KV_SHARED)
+LINK_SHARED := -dynamiclib -install_name $(KV_SONAME)
+else
+KV_SHARED := libmlstate_kv.so.$(KV_MAJOR)
+KV_LINK := libmlstate_kv.so
+KV_SONAME := $(KV_SHARED)
+LINK_SHARED := -shared -Wl,-soname,$(KV_SONAME) -Wl,-z,defs
+endif
+# LIBDIR is below PREFIX; UP leads from it back to PREFIX.
+PREFIX ?= /usr/local
+LIBDIR ?= lib
+UP := $(shell echo "$(LIBDIR)" | sed 's,[^/][^/]*,..,g')
+FILL := sed 's,@VERSION@,$(KV_VERSION),; s,@LIBDIR@,$(LIBDIR),; s,@UP@,$(UP),; s,@SHARED@,$(KV_SHARED),; s,@SONAME@,$(KV_SONAME),'
 TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
 # Only GNU ld can replace the library's calls by a test's own (--wrap).
 ifeq ($(shell uname -s),Darwin)
@@ -43,7 +64,7 @@ SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 .DELETE_ON_ERROR:
 .SUFFIXES:
 .SECONDARY: $(TESTS:=.o)
-.PHONY: lib kv objects tests run syntax
+.PHONY: lib kv install-kv objects tests run syntax
 
 lib: $(LIB)
 kv: $(KV_LIB)
@@ -77,6 +98,22 @@ $(KV_LIB): $(KV_OBJECTS) $(shell find csrc/public $(KV_FOLDERS:%=csrc/core/%) -t
 	@rm -f $@
 	@$(SAY) "ar $@"
 	@$(AR) rcs $@ $(KV_OBJECTS)
+
+# Takes from the archive what the functions need; nothing else is exported (-fvisibility=hidden).
+$(BUILD)/$(KV_SHARED): $(KV_LIB)
+	@$(SAY) "ld $@"
+	@$(CC) $(OPT) $(EXTRA) $(LINK_SHARED) $(PUBLIC_OBJECTS) $(KV_LIB) -lpthread -lm -o $@
+
+install-kv: INTO := $(DESTDIR)$(PREFIX)
+install-kv: $(BUILD)/$(KV_SHARED)
+	@mkdir -p "$(INTO)/include/mlstate" "$(INTO)/$(LIBDIR)/pkgconfig" "$(INTO)/$(LIBDIR)/cmake/mlstate"
+	@install -m 644 include/mlstate/kv.h "$(INTO)/include/mlstate"
+	@install -m 644 $(KV_LIB) "$(INTO)/$(LIBDIR)"
+	@install -m 755 $(BUILD)/$(KV_SHARED) "$(INTO)/$(LIBDIR)"
+	@ln -sf $(KV_SHARED) "$(INTO)/$(LIBDIR)/$(KV_LINK)"
+	@$(FILL) tools/packaging/mlstate-kv.pc >"$(INTO)/$(LIBDIR)/pkgconfig/mlstate-kv.pc"
+	@for name in Config ConfigVersion; do $(FILL) tools/packaging/mlstate$$name.cmake \
+	    >"$(INTO)/$(LIBDIR)/cmake/mlstate/mlstate$$name.cmake" || exit 1; done
 
 $(BUILD)/tests/%.o: tests/core/%.c tools/core.mk
 	@mkdir -p $(@D)

@@ -1,8 +1,7 @@
 /* transition: move a KV cache to a smaller context, quantize it, and move it back.
  *
- *   make libmlstate-kv
- *   cc -Iinclude examples/c/transition.c build/libmlstate_kv.a -lpthread -lm -o
- * transition
+ *   make install-kv PREFIX=DIR
+ *   cc transition.c -IDIR/include -LDIR/lib -lmlstate_kv -Wl,-rpath,DIR/lib
  */
 #include <mlstate/kv.h>
 

@@ -616,6 +616,11 @@ def described_machine(_):
     return lambda: (str(mlstate.info()), facts.to_dict(), facts._repr_html_()), []
 
 
+@case("get_include", "get_library_dir")
+def folders_of_the_c_library(_):
+    return each(mlstate.get_include, mlstate.get_library_dir), []
+
+
 @case(*(name for name in errors.__all__))
 def raised_errors(_):
     name = "layers.3.k"

@@ -18,7 +18,7 @@ from mlstate.state import Difference
 
 INTERNAL = ("mlstate.cli", "mlstate.demo")
 RE_EXPORTS = {  # every other name is defined by the module that exports it
-    "mlstate": set(mlstate.__all__) - {"diff", "digest", "info"},
+    "mlstate": set(mlstate.__all__) - {"diff", "digest", "get_include", "get_library_dir", "info"},
     "mlstate.kv": {"compact_coreml_state", "transition_coreml_state"},
 }
 

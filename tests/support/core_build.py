@@ -36,8 +36,8 @@ def extension_core():
     return library if current else None
 
 
-def make(goal):
-    """Build all "objects" or "tests" that compile; return their folder, and the output."""
+def make(*goals):
+    """Build "objects" or "tests", all that compile; return their folder, and the output."""
     command = ["make", "--no-print-directory", "-f", "tools/core.mk", "-k", f"-j{os.cpu_count()}"]
     folder = PLAIN
     if (ROOT / LINTED).exists() and os.environ.get("CC", "cc") in ("cc", "gcc"):
@@ -51,7 +51,7 @@ def make(goal):
     with (ROOT / "build" / "core.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # `make lint` may build at the same time
         done = subprocess.run(
-            [*command, f"BUILD={folder}", goal],
+            [*command, f"BUILD={folder}", *goals],
             cwd=ROOT, env=inherited, capture_output=True, text=True,
         )  # fmt: skip
     return ROOT / folder, done.stdout + done.stderr
