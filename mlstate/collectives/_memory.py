@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from .._types import Array
 
 # Dtypes that the core cannot compute with.
 _ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
@@ -119,7 +118,7 @@ def core_reduction(op: str, world_size: int) -> tuple[str, float]:
     return ("sum", float(world_size)) if op == "mean" else (op, 1.0)
 
 
-def reduce_parts(parts: Sequence[Any], op: str, out: Array) -> None:
+def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
     """Reduce flat arrays of one dtype and length in list order into `out`.
 
     `out` may be one of them. `op`: "sum", "mean", "min" or "max".

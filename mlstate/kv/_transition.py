@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ._move import KVBackend, KVMove
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .._types import Array, ArrayT, DType
+    from .._types import Array, DType, NDArray, TensorT
 
 
 def _run_move(source: Array, move: KVMove, out: Any) -> Any:
@@ -46,8 +46,36 @@ def _run_move(source: Array, move: KVMove, out: Any) -> Any:
     return write_into(out, lambda target: _core.kv_move(source, move, target))
 
 
+@overload
 def transition_kv_state(
-    source_state: ArrayT,
+    source_state: NDArray,
+    target_seq_length: int,
+    current_position: int | None = ...,
+    pad_value: float = ...,
+    dtype: DType | None = ...,
+    *,
+    out: Array | None = ...,
+    low_memory: bool = ...,
+    seq_axis: int = ...,
+) -> NDArray: ...
+
+
+@overload
+def transition_kv_state(
+    source_state: TensorT,
+    target_seq_length: int,
+    current_position: int | None = ...,
+    pad_value: float = ...,
+    dtype: DType | None = ...,
+    *,
+    out: Array | None = ...,
+    low_memory: bool = ...,
+    seq_axis: int = ...,
+) -> TensorT: ...
+
+
+def transition_kv_state(
+    source_state: Array,
     target_seq_length: int,
     current_position: int | None = None,
     pad_value: float = 0.0,
@@ -56,7 +84,7 @@ def transition_kv_state(
     out: Array | None = None,
     low_memory: bool = False,
     seq_axis: int = -2,
-) -> ArrayT:
+) -> Any:
     """Move a KV cache to a longer sequence: copy the tokens, pad the other positions.
 
     Parameters
@@ -154,12 +182,37 @@ def transition_kv_state(
         dtype=dtype,
         low_memory=low_memory,
     )
-    result: ArrayT = _run_move(source_state, move, out)
-    return result
+    return _run_move(source_state, move, out)
+
+
+@overload
+def compact_kv_state(
+    source_state: NDArray,
+    target_seq_length: int,
+    current_position: int,
+    dtype: DType | None = ...,
+    *,
+    out: Array | None = ...,
+    low_memory: bool = ...,
+    seq_axis: int = ...,
+) -> NDArray: ...
+
+
+@overload
+def compact_kv_state(
+    source_state: TensorT,
+    target_seq_length: int,
+    current_position: int,
+    dtype: DType | None = ...,
+    *,
+    out: Array | None = ...,
+    low_memory: bool = ...,
+    seq_axis: int = ...,
+) -> TensorT: ...
 
 
 def compact_kv_state(
-    source_state: ArrayT,
+    source_state: Array,
     target_seq_length: int,
     current_position: int,
     dtype: DType | None = None,
@@ -167,7 +220,7 @@ def compact_kv_state(
     out: Array | None = None,
     low_memory: bool = False,
     seq_axis: int = -2,
-) -> ArrayT:
+) -> Any:
     """Move a KV cache to a shorter sequence that can hold its tokens.
 
     Parameters
@@ -216,8 +269,7 @@ target_seq_length of at least 300
         dtype=dtype,
         low_memory=low_memory,
     )
-    result: ArrayT = _run_move(source_state, move, out)
-    return result
+    return _run_move(source_state, move, out)
 
 
 def validate_state_shapes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import TYPE_CHECKING, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 
 from .. import _core
 from ..errors import CapacityError, CompatibilityError
@@ -210,7 +210,7 @@ class StateTransitionManager:
         axes = _dimension_axes(len(shape), axis)
         for field in ("num_layers", "num_kv_heads", "head_dim"):
             for name, config in ((source_model, source), (target_model, target)):
-                registered = config[field]  # type: ignore[literal-required]
+                registered = config[field]
                 if registered is None:
                     continue
                 if field not in axes:
@@ -225,9 +225,11 @@ class StateTransitionManager:
                         f"the state has {field} {shape[dimension]}, but '{name}' was registered "
                         f"with {registered}"
                     )
-        return transition_kv_state(
-            source_state, target["state_seq_length"], current_position, pad_value, seq_axis=axis
+        state: Any = source_state  # for the overloads, which tell arrays from tensors
+        moved: ArrayT = transition_kv_state(
+            state, target["state_seq_length"], current_position, pad_value, seq_axis=axis
         )
+        return moved
 
     def get_transition_path(self, start_model: str, end_model: str) -> list[str]:
         """List the registered models from one context length to a longer one.

@@ -70,9 +70,8 @@ def _bytes_of(tensor: torch.Tensor) -> Any:
 
 def on_device(array: Array, device: torch.device) -> torch.Tensor:
     """Return a copy of an array or tensor in new memory on a device; a tensor keeps its strides."""
-    if isinstance(array, np.ndarray):
-        array = tensors_of({"": array})[""]
-    return _copy_tensor(array, device)
+    tensor: Any = tensors_of({"": array})[""] if isinstance(array, np.ndarray) else array
+    return _copy_tensor(tensor, device)
 
 
 def in_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
