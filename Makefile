@@ -40,7 +40,7 @@ BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv install-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage mutants \
-	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
+	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheels wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -149,6 +149,9 @@ cross-slice: dev ## Run the part of `cross` that fits a change's check.
 
 wheel: dev ## Build the wheel: dist/.
 	@tools/wheel.sh $(RUN)
+
+wheels: dev ## Build and test a wheel for each CPython of this machine (or of PYTHONS): dist/.
+	@tools/wheel.sh $(RUN) all
 
 wheel-test: wheel ## Install the wheel beside NumPy alone; import, test and demo it.
 	@tools/wheel_test.sh $(RUN) all

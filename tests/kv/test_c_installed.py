@@ -121,24 +121,27 @@ def test_package_contains_all_that_a_program_links(build):
     build(include, shared[0], f"-Wl,-rpath,{PACKAGED}")
 
 
-def shared_libraries(prefix):
-    return [PACKAGED / "libmlstate_kv.so.1", prefix / "lib" / "cpu" / "libmlstate_kv.so.1"]
+@pytest.fixture(params=["package", "prefix"])
+def shared_library(request):
+    """The shared library of the package, and that of `make install-kv`."""
+    if request.param == "package":
+        return PACKAGED / "libmlstate_kv.so.1"
+    return request.getfixturevalue("prefix") / "lib" / "cpu" / "libmlstate_kv.so.1"
 
 
 @needs_elf
-def test_shared_library_exports_the_functions_of_the_header(prefix):
+def test_shared_library_exports_the_functions_of_the_header(shared_library):
     text = re.sub(r"/\*.*?\*/", "", HEADER.read_text(encoding="utf-8"), flags=re.DOTALL)
     declared = sorted(re.findall(r"\b(mlstate_kv_\w+)\(", text))
     assert len(declared) == 12
-    for library in shared_libraries(prefix):
-        listing = run("nm", "-D", "--defined-only", library)
-        assert sorted(line.split()[-1] for line in listing.splitlines()) == declared
+    listing = run("nm", "-D", "--defined-only", shared_library)
+    assert sorted(line.split()[-1] for line in listing.splitlines()) == declared
 
 
 @needs_elf
-def test_shared_library_names_itself_and_the_libraries_that_it_calls(prefix):
-    for library in shared_libraries(prefix):
-        entries = re.findall(r"\((SONAME|NEEDED)\).*\[(.*)\]", run("readelf", "-d", library))
-        assert ("SONAME", "libmlstate_kv.so.1") in entries
-        needed = {name for kind, name in entries if kind == "NEEDED"}
-        assert "libm.so.6" in needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0"}
+def test_shared_library_names_itself_and_the_libraries_that_it_calls(shared_library):
+    entries = re.findall(r"\((SONAME|NEEDED)\).*\[(.*)\]", run("readelf", "-d", shared_library))
+    assert ("SONAME", "libmlstate_kv.so.1") in entries
+    needed = {name for kind, name in entries if kind == "NEEDED"}
+    assert "libm.so.6" in needed
+    assert needed <= {"libc.so.6", "libm.so.6", "libpthread.so.0"}
