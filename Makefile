@@ -40,7 +40,7 @@ BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
 .PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv install-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage mutants \
-	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheels wheel-test wheel-slice install dev clean
+	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheels wheel-test wheel-slice release-check install dev clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -158,6 +158,9 @@ wheel-test: wheel ## Install the wheel beside NumPy alone; import, test and demo
 
 wheel-slice: wheel ## Run the part of `wheel-test` that fits a change's check.
 	@tools/wheel_test.sh $(RUN) slice
+
+release-check: $(STAMP)-release wheels ## Do what a release does, except the upload: docs/releasing.md.
+	@tools/release_check.sh $(RUN)
 
 clean: ## Delete the environment and all that was built.
 	@rm -rf $(VENV) build dist *.egg-info mlstate/*.so mlstate/include mlstate/lib

@@ -1,4 +1,4 @@
-"""The installed C library: `make install-kv`, by pkg-config and CMake, and that of the package."""
+"""The C library in the package, and after `make install-kv`, for pkg-config and CMake."""
 
 import os
 import re
@@ -29,7 +29,7 @@ needs_elf = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plain_build():
+def without_instrumentation():
     if re.search(rb"__(asan|gcov)_", (PACKAGED / "libmlstate_kv.a").read_bytes()):
         pytest.skip("an instrumented library needs the flags of its build")
 
@@ -123,7 +123,7 @@ def test_package_contains_all_that_a_program_links(build):
 
 @pytest.fixture(params=["package", "prefix"])
 def shared_library(request):
-    """The shared library of the package, and that of `make install-kv`."""
+    """Return the shared library in the package, and the one from `make install-kv`."""
     if request.param == "package":
         return PACKAGED / "libmlstate_kv.so.1"
     return request.getfixturevalue("prefix") / "lib" / "cpu" / "libmlstate_kv.so.1"

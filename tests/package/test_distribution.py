@@ -7,6 +7,8 @@ from pathlib import Path
 import child
 import pytest
 
+import mlstate
+
 SOURCES = Path(__file__).parents[2]
 
 
@@ -54,3 +56,20 @@ def test_build_without_its_tools_ends_in_one_line_with_the_remedy(tmp_path, miss
     last = run.stderr.strip().splitlines()[-1]
     assert problem in last and "apt install gcc python3-dev" in last
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("tag", "is_accepted"), [(mlstate.__version__, True), ("9.9", False)])
+def test_tag_is_published_only_with_its_version(tag, is_accepted, tmp_path):
+    yaml = pytest.importorskip("yaml", reason="reads the workflow")
+    workflow = yaml.safe_load((SOURCES / ".github/workflows/wheels.yml").read_text("utf-8"))
+    jobs = workflow["jobs"]
+    publish = jobs["publish"]
+    assert publish["if"] == "startsWith(github.ref, 'refs/tags/v')"
+    assert {*publish["needs"], "publish"} == set(jobs)
+    assert publish["permissions"] == {"id-token": "write"}
+    [check] = [step["run"] for step in publish["steps"] if "run" in step]
+    assert "pypi-publish" in publish["steps"][-1]["uses"]
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / f"mlstate-{mlstate.__version__}.tar.gz").touch()
+    done = child.finished(["sh", "-c", check], folder=tmp_path, GITHUB_REF_NAME=f"v{tag}")
+    assert (done.returncode == 0) == is_accepted
