@@ -13,7 +13,7 @@ rm -rf dist build/wheel
 mkdir -p dist build/wheel
 
 quietly() {
-    "$@" >build/wheel.log 2>&1 || { tail -30 build/wheel.log; exit 1; }
+    "$@" >build/wheel.log 2>&1 || { tail -30 build/wheel.log | cut -c 1-300; exit 1; }
 }
 
 # pythons COMMANDS...: the first path of each kind of CPython from 3.11 on that can build and test.
@@ -33,7 +33,7 @@ platform=
 if getconf GNU_LIBC_VERSION >/dev/null 2>&1 && "$python" -c 'import auditwheel, ziglang' 2>/dev/null; then
     platform=manylinux_2_28_$(uname -m)
     # gcc's own library has the variables by which a program asks for the kind of processor.
-    LDSHARED="$python -m ziglang cc -target $(uname -m)-linux-gnu.2.28 -shared"
+    LDSHARED="$python -I -m ziglang cc -target $(uname -m)-linux-gnu.2.28 -shared"
     LDSHARED+=" $(${CC:-cc} -print-libgcc-file-name)"
     export LDSHARED
 fi

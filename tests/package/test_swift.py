@@ -103,6 +103,14 @@ def test_public_function_has_its_signature(signature):
     assert f"public func {signature}" in re.sub(r"\s+", " ", sources)
 
 
+def test_page_depends_on_products_of_the_manifest():
+    page = (ROOT / "docs" / "c.md").read_text(encoding="utf-8")
+    manifest = (ROOT / "Package.swift").read_text(encoding="utf-8")
+    names = {*re.findall(r'\.product\(name: "(\w+)"', page), *re.findall(r"product `(\w+)`", page)}
+    assert len(names) == 2
+    assert names == set(re.findall(r'\.library\(name: "(\w+)"', manifest))
+
+
 def test_manifest_names_existing_folders():
     text = (ROOT / "Package.swift").read_text()
     paths = re.findall(r'"((?:csrc|swift|include)[\w/.]*)"', text)
