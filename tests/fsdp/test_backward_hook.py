@@ -41,7 +41,7 @@ def test_hooks_return_the_local_part_and_leave_the_model_when_closed():
     for name, part in model.backward(gradients).items():
         assert part is units[name].local_gradient
         assert_same(part, gradients[name].reshape(-1))
-    assert "5 parameters" in repr(hook)
+    assert "5 tensors" in repr(hook)
     hook.close()
     hook.close()
     assert not model.functions

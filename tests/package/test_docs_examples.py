@@ -144,9 +144,12 @@ def test_there_are_pages():
 
 
 def enter(folder, monkeypatch):
-    """Make `folder` the working directory, with the demo's packages at the paths of a checkout."""
-    (folder / "mlstate").mkdir(parents=True)
-    (folder / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
+    """Make `folder` the working directory, with the demo's packages at the paths of a checkout.
+
+    The folder of these is a link: Python would import an empty `mlstate` from a plain one.
+    """
+    folder.mkdir(parents=True)
+    (folder / "mlstate").symlink_to(Path(mlstate.__file__).parent)
     monkeypatch.chdir(folder)
     return {"__name__": "__page__"}
 
