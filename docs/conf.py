@@ -257,7 +257,7 @@ def complete_inventory(app, env):
 
 def is_link(node):
     """Whether a node is in a link or a title."""
-    outer = (nodes.reference, nodes.title, addnodes.pending_xref, addnodes.download_reference)
+    outer = (nodes.reference, nodes.title, addnodes.download_reference)
     while node := node.parent:
         if isinstance(node, outer):
             return True
@@ -284,38 +284,59 @@ class LinkFiles(SphinxTransform):
 class LinkPublicNames(SphinxPostTransform):
     """Link inline code that is a public name, such as `load` or `KVState.grow()`."""
 
-    default_priority = 5  # before references are resolved
+    default_priority = 15  # after references are resolved
 
     def run(self, **_):
-        """Put a link around each literal text that names one documented object."""
-        family = self.env.docname.partition("_")[0]
-        home = SUBJECTS.get(self.env.docname) or SUBJECTS.get(family, f"mlstate.{family}")
+        """Put a link around each literal text, or type of a parameter, that names one object."""
         for literal in list(self.document.findall(nodes.literal)):
             name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
-            if name is None or is_link(literal):
-                continue
-            method = name[1].rpartition(".")[2]  # `manager.save_async` names a method too
-            names = self.config.public_names
-            places = names.get(literal.astext()) or names.get(name[1])
-            places = places or names.get(method if "_" in method else "", ())
-            if len(places) > 1:  # `save` is a function or a class, `manager.save` a method
-                places = {place for place in places if place[2] == ("." in name[1])}
-            if len(places) > 1:
-                near = {place for place in places if f"{place[0]}.".startswith(f"api/{home}.")}
-                top = self.env.get_domain("py").objects.get(f"mlstate.{name[1]}")
-                places = near or {(top.docname, top.node_id, False)} if top else near
-            if len(places) == 1:
-                [(page, anchor, _)] = places
-                folder = self.app.builder.get_relative_uri(self.env.docname, page)
-                link = nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
+            link = name and not is_link(literal) and self.link_to(name[1], literal.astext())
+            if link:
                 literal.replace_self(link)
                 link += literal
+        for classifier in self.document.findall(nodes.classifier):
+            for text in list(classifier.findall(nodes.Text)):
+                words = re.split(r"(?<![\w.])([A-Z]\w+)", text)
+                for i in range(1, len(words), 2):
+                    if link := self.link_to(words[i]):
+                        link += nodes.Text(words[i])
+                        words[i] = link
+                parts = [nodes.Text(word) if isinstance(word, str) else word for word in words]
+                text.parent.replace(text, parts)
+
+    def link_to(self, name, text=""):
+        """Return a link to the object with a name, or None if it is not public or ambiguous."""
+        names = self.config.public_names
+        method = name.rpartition(".")[2]  # `manager.save_async` names a method too
+        places = (
+            names.get(text) or names.get(name) or names.get(method if "_" in method else "", ())
+        )
+        if len(places) > 1:  # `save` is a function or a class, `manager.save` a method
+            places = {place for place in places if place[2] == ("." in name)}
+        if len(places) > 1:
+            near = {place for place in places if f"{place[0]}.".startswith(f"api/{self.home()}.")}
+            top = self.env.get_domain("py").objects.get(f"mlstate.{name}")
+            places = near or {(top.docname, top.node_id, False)} if top else near
+        if len(places) != 1:
+            return None
+        [(page, anchor, _)] = places
+        folder = self.app.builder.get_relative_uri(self.env.docname, page)
+        return nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
+
+    def home(self):
+        """Return the module that the page is about."""
+        page = self.env.docname
+        if page.startswith("api/mlstate"):
+            full = page.removeprefix("api/").removesuffix("-class")
+            return full if full in sys.modules else full.rpartition(".")[0]
+        family = page.partition("_")[0]
+        return SUBJECTS.get(page) or SUBJECTS.get(family, f"mlstate.{family}")
 
 
 class LinkTerms(SphinxPostTransform):
     """Link a word of the glossary where a page first uses it."""
 
-    default_priority = 6
+    default_priority = 16
 
     def run(self, **_):
         """Put a link around the first use of each word in a paragraph or a table."""
