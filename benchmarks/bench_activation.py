@@ -151,13 +151,14 @@ def planning(run: Run) -> Iterator[Row]:
 
 def rows_of(title: str, chain: Chain, slots: int | None, bound: float) -> Iterator[Row]:
     """Compare the planners, and their plans, at both budgets."""
-    threads = mlstate.get_num_threads()
+    threads = mlstate.threads.get_num_threads()
     least, most = chain.least_budget_bytes, chain.plain_peak_bytes
     for share in SHARES:
         budget = int(least + share * (most - least))
         ways = {
             f"mlstate, {count_threads(count)}, budget at {share:g}": Way(
-                partial(plan, chain, budget, slots=slots), partial(mlstate.set_num_threads, count)
+                partial(plan, chain, budget, slots=slots),
+                partial(mlstate.threads.set_num_threads, count),
             )
             for count in dict.fromkeys((1, threads))
         }
@@ -174,7 +175,7 @@ def rows_of(title: str, chain: Chain, slots: int | None, bound: float) -> Iterat
             rounds=1 if chain.blocks >= NUMPY_MOST else 5,
             judge=partial(describe_plans, plans, budget),
         )
-    mlstate.set_num_threads(threads)
+    mlstate.threads.set_num_threads(threads)
 
 
 def describe_plans(plans: dict[str, Plan], budget: int, lines: Lines) -> list[str]:

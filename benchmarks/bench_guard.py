@@ -72,7 +72,7 @@ def measure_size(
     case.fixed_us = operation.fixed_us
     seconds = SECONDS.get(nbytes, LONG_SECONDS)
     try:
-        pairs = measure_pairs(case, nbytes, threads, seconds, mlstate.set_num_threads)
+        pairs = measure_pairs(case, nbytes, threads, seconds, mlstate.threads.set_num_threads)
     finally:
         case.close()
     del case
@@ -129,7 +129,7 @@ def run(report: Report, operations: list[Operation], options: argparse.Namespace
     head = f"{'operation':<32}{'size':>15}{'th':>3}{'simple':>9}{'ours ms':>9}"
     report.log(f"\n{head}{'ratio':>8}{'95 %':>14}{'extra us':>15}{'n':>5}")
     rows: list[dict[str, Any]] = []
-    threads = mlstate.get_num_threads()
+    threads = mlstate.threads.get_num_threads()
     try:
         for operation in operations:
             rows_measured = measure_operation(report, operation, options.quick, options.sizes)
@@ -139,7 +139,7 @@ def run(report: Report, operations: list[Operation], options: argparse.Namespace
                 table |= {"fixed_us": operation.fixed_us, "fixed_for": operation.why}
             report.tables.append(dict[str, object](table))
     finally:
-        mlstate.set_num_threads(threads)
+        mlstate.threads.set_num_threads(threads)
     slow = [row for row in rows if row["verdict"] == "SLOW"]
     report.log(f"\n{len(rows)} rows, {len(slow)} slower than the simple way")
     for row in slow:

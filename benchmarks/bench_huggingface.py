@@ -238,7 +238,7 @@ def reading(run: Run) -> Iterator[Row]:
     )
     checksum(copied_folder)
     for threads, bound in CHECKED_BOUNDS.items():
-        mlstate.set_num_threads(threads)
+        mlstate.threads.set_num_threads(threads)
         yield Row(
             f"load with checksums of `checksum`, {threads} threads",
             {CHECKED: load_plain, UNCHECKED: partial(load_plain, verify=False)},

@@ -22,15 +22,15 @@ import mlstate
 from mlstate.kv import compact_kv_state, transition_kv_state
 
 torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
-THREADS = mlstate.get_num_threads()
+THREADS = mlstate.threads.get_num_threads()
 TORCH_THREADS = torch.get_num_threads() if torch else 1
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def use_threads(threads: int) -> None:
     """Set mlstate's threads, and let new ones start outside of the timed part."""
-    if mlstate.get_num_threads() != threads:
-        mlstate.set_num_threads(threads)
+    if mlstate.threads.get_num_threads() != threads:
+        mlstate.threads.set_num_threads(threads)
         cache = np.zeros((4, 1, 1024, 512), np.float16)
         transition_kv_state(cache, 1024, out=np.empty_like(cache))
 

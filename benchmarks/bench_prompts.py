@@ -236,7 +236,7 @@ def stored_prompt(folder: Path, parts: list[np.ndarray]) -> Callable[[int], None
     ]
 
     def restore(threads: int) -> None:
-        mlstate.set_num_threads(threads)
+        mlstate.threads.set_num_threads(threads)
         assert match.read(requests) == []
 
     return restore

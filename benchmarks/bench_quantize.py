@@ -32,7 +32,7 @@ BOUND = 3.0  # times as fast as mlx and torch
 
 def all_values() -> Iterator[Any]:
     """Yield normal values of each dtype that can be quantized here; use one thread."""
-    mlstate.set_num_threads(1)
+    mlstate.threads.set_num_threads(1)
     if torch is not None:
         torch.set_num_threads(1)
     normal = np.random.default_rng(1).standard_normal(SHAPE, np.float32)

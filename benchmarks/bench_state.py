@@ -68,8 +68,8 @@ def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -
 
 def each_thread_count() -> Iterator[int]:
     """Use one thread, then the default number."""
-    for threads in sorted({1, mlstate.get_num_threads()}):
-        mlstate.set_num_threads(threads)
+    for threads in sorted({1, mlstate.threads.get_num_threads()}):
+        mlstate.threads.set_num_threads(threads)
         yield threads
 
 
@@ -236,7 +236,7 @@ def digests(run: Run) -> Iterator[Row]:
             base="np.copyto, 1 thread",
             nbytes=bytes_of(source),
         )
-    mlstate.set_num_threads(1)
+    mlstate.threads.set_num_threads(1)
     # in the cache, and beyond it; other programs change the time of a thread less than the clock
     for name, (kib, times) in itertools.product(DIGESTED, ((256, 100), (65_536, 1))):
         dtype = stored_dtype(name) if name in EXTENSIONS else np.dtype(name)

@@ -35,7 +35,7 @@ from training_rank import DCP, DCP_KEPT, MEMCPY, SAVE, SHARES, STAGED, serve
 from training_words import Trained, train
 
 import mlstate
-from mlstate import TieredState
+from mlstate.checkpoint import TieredState
 
 WORLD = 2
 

@@ -34,7 +34,7 @@ def torch_peer() -> Call:
 
 def fresh(source: np.ndarray, threads: int | None = None, low_memory: bool = False) -> Call:
     if threads is not None:
-        mlstate.set_num_threads(threads)
+        mlstate.threads.set_num_threads(threads)
     return partial(mlstate.transition_kv_state, source, TARGET, low_memory=low_memory)
 
 

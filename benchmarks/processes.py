@@ -194,7 +194,7 @@ def answer(pipe: Connection, commands: dict[str, Callable[..., Any]]) -> None:
 
 def answer_times(pipe: Connection, call_of: Callable[[str], Action], repeats: int = 1) -> None:
     """Answer "time" with the mean milliseconds of `repeats` calls of a case, on one thread."""
-    mlstate.set_num_threads(1)
+    mlstate.threads.set_num_threads(1)
     calls: dict[str, Action] = {}
 
     def measure(case: str) -> dict[str, float]:

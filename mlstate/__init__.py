@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     )
     from ._c_library import get_include, get_library_dir
     from ._info import info
+    from .activation import Chain, plan
     from .checkpoint import (
         CheckpointManager,
-        TieredState,
         export_huggingface,
         inspect,
         load,
@@ -54,44 +54,34 @@ if TYPE_CHECKING:
     )
     from .checkpoint._compare.diff import diff
     from .checkpoint._compare.digest import digest
-    from .errors import (
-        CapacityError,
-        ChecksumError,
-        CollectiveError,
-        CompatibilityError,
-        FormatError,
-        MLStateError,
-        StoreError,
-        TensorNotFoundError,
-    )
-    from .kv import compact_kv_state, transition_kv_state
-    from .state import (
-        ModelStateDict,
-        OptimizerStateDict,
-        OptimizerType,
-        StateDict,
-        Stateful,
-        load_into,
-        rename,
-    )
-    from .threads import get_num_threads, set_num_threads
+    from .errors import CapacityError as CapacityError
+    from .errors import ChecksumError as ChecksumError
+    from .errors import CollectiveError as CollectiveError
+    from .errors import CompatibilityError as CompatibilityError
+    from .errors import FormatError as FormatError
+    from .errors import MLStateError
+    from .errors import StoreError as StoreError
+    from .errors import TensorNotFoundError as TensorNotFoundError
+    from .follow import Follower, Publisher
+    from .kv import KVState, compact_kv_state, transition_kv_state
+    from .prompts import PromptStore
+    from .state import ModelStateDict as ModelStateDict
+    from .state import OptimizerStateDict as OptimizerStateDict
+    from .state import OptimizerType as OptimizerType
+    from .state import StateDict, load_into, rename
+    from .state import Stateful as Stateful
+    from .threads import set_num_threads as set_num_threads
 
+# Other names that can be imported from here are not listed: their packages document them.
 __all__ = [
-    "CapacityError",
+    "Chain",
     "CheckpointManager",
-    "ChecksumError",
-    "CollectiveError",
-    "CompatibilityError",
-    "FormatError",
+    "Follower",
+    "KVState",
     "MLStateError",
-    "ModelStateDict",
-    "OptimizerStateDict",
-    "OptimizerType",
+    "PromptStore",
+    "Publisher",
     "StateDict",
-    "Stateful",
-    "StoreError",
-    "TensorNotFoundError",
-    "TieredState",
     "__version__",
     "activation",
     "checkpoint",
@@ -108,13 +98,13 @@ __all__ = [
     "fsdp",
     "get_include",
     "get_library_dir",
-    "get_num_threads",
     "info",
     "inspect",
     "kv",
     "load",
     "load_file",
     "load_into",
+    "plan",
     "plot",
     "prompts",
     "rename",
@@ -122,7 +112,6 @@ __all__ = [
     "save",
     "save_async",
     "save_file",
-    "set_num_threads",
     "state",
     "threads",
     "transition_kv_state",
@@ -150,9 +139,9 @@ _NAMES = {
     "._c_library": ("get_include", "get_library_dir"),
     "._info": ("info",),
     "._safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
+    ".activation": ("Chain", "plan"),
     ".checkpoint": (
         "CheckpointManager",
-        "TieredState",
         "export_huggingface",
         "inspect",
         "load",
@@ -173,7 +162,9 @@ _NAMES = {
         "StoreError",
         "TensorNotFoundError",
     ),
-    ".kv": ("compact_kv_state", "transition_kv_state"),
+    ".follow": ("Follower", "Publisher"),
+    ".kv": ("KVState", "compact_kv_state", "transition_kv_state"),
+    ".prompts": ("PromptStore",),
     ".state": (
         "ModelStateDict",
         "OptimizerStateDict",
@@ -183,7 +174,7 @@ _NAMES = {
         "load_into",
         "rename",
     ),
-    ".threads": ("get_num_threads", "set_num_threads"),
+    ".threads": ("set_num_threads",),
 }
 show_exports(globals(), _NAMES, _MODULES)
 

@@ -11,7 +11,7 @@ Examples
 >>> cache = np.zeros((2, 1, 512, 4), np.float16)
 >>> try:
 ...     mlstate.compact_kv_state(cache, 256, 300)
-... except mlstate.CapacityError as error:
+... except mlstate.errors.CapacityError as error:
 ...     print(error.expected, "|", error.got)
 0..256 | 300
 """

@@ -34,11 +34,11 @@ def set_num_threads(threads: int) -> None:
     Examples
     --------
     >>> import mlstate
-    >>> before = mlstate.get_num_threads()
-    >>> mlstate.set_num_threads(2)
-    >>> mlstate.get_num_threads()
+    >>> before = mlstate.threads.get_num_threads()
+    >>> mlstate.threads.set_num_threads(2)
+    >>> mlstate.threads.get_num_threads()
     2
-    >>> mlstate.set_num_threads(before)
+    >>> mlstate.threads.set_num_threads(before)
     """
     if isinstance(threads, FLAG):
         raise TypeError(f"threads must be an int, got {threads!r}")

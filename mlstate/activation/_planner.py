@@ -125,7 +125,7 @@ def plan(
     -----
     For n blocks and S slots, the time is O(n³S) and the memory 4n²S bytes. Planning to the byte
     depends on the number of different sums of sizes: see the benchmarks. The GIL is released.
-    Long chains use the threads set with `mlstate.set_num_threads`.
+    Long chains use the threads set with `mlstate.threads.set_num_threads`.
 
     References
     ----------

@@ -265,7 +265,7 @@ class DistributedStateCollector:
         StateDict
             The arrays and tensors themselves, not copies. A partial tensor is a
             `mlstate.checkpoint.Shard`. Optimizer states have names of the form
-            ``"<parameter>.<state name>"``, in an `mlstate.OptimizerStateDict`.
+            ``"<parameter>.<state name>"``, in an `OptimizerStateDict`.
 
         Raises
         ------
@@ -406,7 +406,7 @@ class DistributedStateCollector:
             has at least one element of each sender.
         verify_replicas : bool, default True
             Compare replicas by SHA-256, and raise if they differ. False uses the root's
-            replica, or the first rank's that has one. Of an `mlstate.OptimizerStateDict`, also
+            replica, or the first rank's that has one. Of an `OptimizerStateDict`, also
             compare the step, and the hyperparameters of each parameter's group; without groups,
             the learning rate.
 

@@ -89,7 +89,7 @@ class SpotCheck:
     [None, None, None]
     >>> try:
     ...     run_ranks(3, lambda group: train(group, faulty=2))
-    ... except mlstate.CollectiveError as error:
+    ... except mlstate.errors.CollectiveError as error:
     ...     print(error.rank, error.name, str(error)[:54])
     2 w SpotCheck at step 10: rank 2 computes wrong values: ra
     """

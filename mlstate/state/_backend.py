@@ -14,13 +14,13 @@ class StateBackend(Protocol):
     def optimizer_state(self, optimizer: Any, names: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an optimizer's arrays by name, and keywords of an `OptimizerStateDict`.
 
-        See `mlstate.OptimizerStateDict.from_torch` for `names`.
+        See `OptimizerStateDict.from_torch` for `names`.
         """
 
     def optimizer_dict(
         self, osd: Any, optimizer: Any, names: Any, *, copy: bool = False
     ) -> dict[str, Any]:
-        """Return a dict for ``load_state_dict``; see `mlstate.OptimizerStateDict.to_torch`."""
+        """Return a dict for ``load_state_dict``; see `OptimizerStateDict.to_torch`."""
 
     def module_entries(self, module: Any) -> dict[str, Any]:
         """Return the entries that `save` stores of a module on one rank, tensors first."""

@@ -167,7 +167,7 @@ def diff(
     Notes
     -----
     Arrays may have any strides and byte order; nothing is copied. The GIL is released, and
-    large tensors are compared by `mlstate.get_num_threads` threads. Differences are computed
+    large tensors are compared by `get_num_threads` threads. Differences are computed
     in float64. With a tolerance, tensors that differ are compared again, by NumPy in blocks of
     8 MiB, which copies arrays whose strides cannot be flattened.
 

@@ -130,7 +130,7 @@ def load_into(
     -----
     Everything is checked before the first byte is written; the copy in main memory cannot fail.
     No memory is allocated for the elements, except main memory for a module's tensors on a
-    device. The GIL is released, and large tensors are copied by `mlstate.get_num_threads`
+    device. The GIL is released, and large tensors are copied by `mlstate.threads.get_num_threads`
     threads. Target tensors that share memory, such as tied weights, are written in the order of
     the target. Autograd treats a write to a torch tensor as an in-place change without gradient,
     like ``load_state_dict`` of a module.

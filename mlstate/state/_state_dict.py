@@ -362,7 +362,7 @@ class StateDict(_core.StateDict):
         Notes
         -----
         Arrays of the same elements, such as tied weights, become one array. Large arrays are
-        converted by `mlstate.get_num_threads` threads without the GIL. This needs memory for the
+        converted by `get_num_threads` threads without the GIL. This needs memory for the
         new arrays; `mlstate.load` with ``cast=`` converts while it reads.
 
         Examples

@@ -477,9 +477,9 @@ class MoveTiers(SaveFile):
         parameter, states = self.parts(which)
         folder = f"{root}/{self.folder}"
         try:
-            tiers = mlstate.TieredState.open(folder)
+            tiers = mlstate.checkpoint.TieredState.open(folder)
         except FileNotFoundError:
-            tiers = mlstate.TieredState(None, None, folder)
+            tiers = mlstate.checkpoint.TieredState(None, None, folder)
         with tiers:
             if self.unit not in tiers:
                 arrays = {f"{self.unit}.{name}": array for name, array in states.items()}
@@ -510,7 +510,7 @@ class MoveTiers(SaveFile):
         self.kept = None
         gc.collect()
         folder = f"{root}/{self.folder}"
-        with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
+        with mlstate.checkpoint.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
             arrays = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
         which = chr(arrays["which"])
         wrong = differences(arrays, self.states[which])

@@ -154,5 +154,7 @@ def test_sizes_are_texts_everywhere(tmp_path):
     assert len([*(tmp_path / "hf").glob("*.safetensors")]) == 3
     assert SizeBasedStrategy("2MiB").min_size_bytes == 2 << 20
     assert CheckpointConfig(min_activation_size_bytes="1KB").min_activation_size_bytes == 1000
-    with mlstate.TieredState(state, {}, tmp_path / "tiers", warm_budget_bytes="50%") as tiers:
+    with mlstate.checkpoint.TieredState(
+        state, {}, tmp_path / "tiers", warm_budget_bytes="50%"
+    ) as tiers:
         assert sum(t.tier == "cold" for t in tiers.report().units) == 2

@@ -245,7 +245,7 @@ def test_shards_keep_dtypes(tmp_path, state, without):
 def test_tiers_keep_dtypes_and_bits(tmp_path, state, monkeypatch, installed):
     if not installed:
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with mlstate.TieredState(dict(state), None, tmp_path / "cold") as tiered:
+    with mlstate.checkpoint.TieredState(dict(state), None, tmp_path / "cold") as tiered:
         for name in list(tiered):
             tiered.demote(name, "cold")
         for name in list(tiered):

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import pkgutil
 import pydoc
+import re
 import typing
 
 import child
@@ -21,6 +22,17 @@ RE_EXPORTS = {  # every other name is defined by the module that exports it
     "mlstate": set(mlstate.__all__) - {"diff", "digest", "get_include", "get_library_dir", "info"},
     "mlstate.kv": {"compact_coreml_state", "transition_coreml_state"},
 }
+
+
+LISTED = """
+    Chain CheckpointManager Follower KVState MLStateError PromptStore Publisher StateDict
+    compact_kv_state diff digest export_huggingface get_include get_library_dir info inspect load
+    load_file load_into plan rename reshard save save_async save_file transition_kv_state verify
+"""
+UNLISTED = """
+    CapacityError ChecksumError CollectiveError CompatibilityError FormatError ModelStateDict
+    OptimizerStateDict OptimizerType StoreError Stateful TensorNotFoundError set_num_threads
+"""
 
 
 def exported(module_name):
@@ -45,6 +57,21 @@ def test_the_public_modules_are_all_known():
     modules = {m.name for m in pkgutil.walk_packages(mlstate.__path__, "mlstate.")}
     modules = {n for n in modules if is_public(n) and not n.startswith(INTERNAL)}
     assert modules | {"mlstate"} == {*PUBLIC, "mlstate.integrations"}  # which exports no names
+
+
+def test_the_top_level_lists_few_names():
+    assert {name for name, _ in exported("mlstate")} == set(LISTED.split())
+    assert len(LISTED.split()) <= 28
+
+
+def test_other_names_of_the_top_level_are_not_listed_but_importable():
+    for name in UNLISTED.split():
+        thing = getattr(mlstate, name)
+        assert getattr(importlib.import_module(thing.__module__), name) is thing
+    lazy = {name for names in mlstate._NAMES.values() for name in names}
+    assert lazy == {*LISTED.split(), *UNLISTED.split()}
+    aliases = re.findall(r"import (\w+) as \1\n", inspect.getsource(mlstate))
+    assert {*aliases} == {*UNLISTED.split()}, "type checkers accept only `X as X`"
 
 
 @home

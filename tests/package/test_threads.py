@@ -13,8 +13,8 @@ from kv_model import assert_same_bits, expand
 from thread_team import calling_in_background, num_threads, run_in_threads
 
 import mlstate
-from mlstate import get_num_threads, set_num_threads
 from mlstate.kv import compact_kv_state, transition_kv_state
+from mlstate.threads import get_num_threads, set_num_threads
 
 # large enough for several threads, and for stores that bypass the cache
 SHAPE, LENGTH = (9, 3, 1000, 67), 5000
@@ -31,7 +31,7 @@ def threads_as_before():
 
 
 def test_the_default_is_the_processors_but_at_most_four():
-    code = "import mlstate; print(mlstate.get_num_threads())"
+    code = "import mlstate; print(mlstate.threads.get_num_threads())"
     assert 1 <= int(child.run(code)) <= 4
     if sys.platform == "linux":
         code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); " + code

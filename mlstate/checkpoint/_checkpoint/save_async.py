@@ -397,7 +397,7 @@ def save_async(
     the writer and about 400 bytes per shard. If `max_staging_bytes` barely covers the writer
     (below about 7 MiB), a quarter of it is still used for copies. References to arrays are
     dropped when the save is staged, so memory of arrays that training replaces is freed.
-    `mlstate.get_num_threads` threads make the copies without the GIL; the writer has up to four
+    `get_num_threads` threads make the copies without the GIL; the writer has up to four
     more threads.
 
     The interpreter waits for the save's thread at exit. If the save fails and neither `staged`

@@ -622,7 +622,7 @@ def test_one_at_a_time_has_the_folder(folder):
         assert caught.value.errno == errno.EBUSY
         with pytest.raises(errors.StoreError):
             TieredState.open(folder)
-        code = f"from mlstate import TieredState; TieredState.open({str(folder)!r})"
+        code = f"from mlstate.checkpoint import TieredState; TieredState.open({str(folder)!r})"
         done = child.attempt(code)
         assert done.returncode and "folder of tiers" in done.stderr
     tiers = TieredState({"w": np.ones(1)}, {}, folder)

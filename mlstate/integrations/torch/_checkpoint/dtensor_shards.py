@@ -324,7 +324,7 @@ def included_parts(
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
-    Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
+    Also returns the other arguments of `OptimizerStateDict`, and a function that writes
     numbers back, which are 0-d arrays among the states; None without numbers. For FSDP1, whose
     states are copies, all ranks must call this, and the function is None. `fill`: the states will
     be filled in place; raises TypeError if that is impossible. `excluded`: states to leave out.

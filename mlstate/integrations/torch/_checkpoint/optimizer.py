@@ -356,7 +356,7 @@ def unpack_state(key: str, array: Array, optimizer: torch.optim.Optimizer | None
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state as arrays; see `mlstate.OptimizerStateDict.from_torch`.
+    """Return an optimizer's state as arrays; see `OptimizerStateDict.from_torch`.
 
     Parameters
     ----------
@@ -371,7 +371,7 @@ def optimizer_state(
     arrays : dict of str to array
         Arrays over the tensors' memory; numbers are 0-d arrays, nested values are bytes.
     keywords : dict
-        The other arguments of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the
+        The other arguments of `OptimizerStateDict`: ``optimizer_type``, ``step`` (the
         largest), ``learning_rate`` (of the first group), ``param_groups``. The groups list the
         states that were numbers or nested values.
 
@@ -521,7 +521,7 @@ def optimizer_dict(
     *,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """Return a dict for ``optimizer.load_state_dict``; see `mlstate.OptimizerStateDict.to_torch`.
+    """Return a dict for ``optimizer.load_state_dict``; see `OptimizerStateDict.to_torch`.
 
     Parameters
     ----------
