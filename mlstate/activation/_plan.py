@@ -20,7 +20,8 @@ from ._chain import Chain, check_chain, parse_json
 from ._combinators import check_strategy, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    import os
+    from collections.abc import Callable, Iterable
 
     from .._common.budget import MemorySize
     from .._types import NDArray
@@ -304,43 +305,94 @@ class Plan(Shown):
         unplanned = self.chain.plain_seconds
         return self.predicted_seconds / unplanned - 1 if unplanned else 0.0
 
-    def apply(self, module: Any = None, **options: Any) -> Any:
+    def apply(
+        self,
+        module: Any = None,
+        *,
+        blocks: Any = None,
+        offload_to: str | os.PathLike[str] | None = None,
+        observe: Callable[[str, int], None] | None = None,
+    ) -> Any:
         """Run the blocks of a torch model according to this plan.
 
         Parameters
         ----------
         module : torch.nn.Module or sequence of blocks, optional
-            A model with the blocks of the chain.
-        **options
-            ``blocks=`` selects the blocks' modules (``"layers.*"``, or a list), ``offload_to=``
-            names a folder, ``observe=`` is a function that is called for each step: see
-            `mlstate.integrations.torch.apply_plan`.
+            The model. Its class and names do not change, and it is called as before.
+        blocks : str or sequence of callables, optional
+            The modules of the blocks: a name pattern (``"layers.*"``; ``*`` matches one part of a
+            name), or the blocks in order, which may be passed without `module`. Default: the
+            children of a Sequential or ModuleList, or of the only one in the model with as many
+            children.
+        offload_to : path, optional
+            A folder for offloaded memory: unnamed files with the size of the saved memory. Default:
+            main memory, pinned if the model is on an accelerator.
+        observe : callable, optional
+            Called with kind and index before each step. A block's backward pass follows directly
+            after its step.
 
         Returns
         -------
         PlannedModel
-            A callable that runs the model. The model itself also runs by the plan, until
-            ``remove()`` or the end of a ``with`` block.
+            A callable that runs the model. Its ``remove()``, or the end of a ``with`` block,
+            removes the plan.
 
         Raises
         ------
+        ValueError
+            If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
+            the blocks have a plan already. While the model runs: if a block is called out of order
+            or after the backward pass, or its input is not the output of the previous block.
         ImportError
             If torch is not installed.
-        ValueError
-            If the number of blocks differs from the chain's.
+        TypeError
+            If `module` and `blocks` are both None, or a block is not callable.
+        MLStateError
+            While the model runs: if a block changes its input in place, its parameters or buffers
+            are changed before its backward pass, recomputed tensors differ from the first run's, or
+            there is a second backward pass or ``create_graph=True``.
+
+        Notes
+        -----
+        Gradients have the same bits as without the plan. Hooks of parameters run once and in the
+        same order, and blocks draw the same numbers from torch's generators. Arguments other than
+        the previous block's output (masks, tables, flags) are passed unchanged to each run. Each
+        run gets a copy of objects that a block may change, such as a KV cache. Buffers that a block
+        changes, such as BatchNorm's statistics, and tensors that are plain attributes of its
+        modules, such as a router's load counter, are updated once: recomputation uses copies of
+        their earlier values. A GradientWarning names tensors in lists and dicts that change, which
+        are not restored. With ``torch.no_grad()``, blocks run without the plan.
+
+        The loss may depend on the outputs of any blocks, and the model may stop before its last
+        block. Steps of later blocks that the backward pass does not visit are left out.
+
+        With or without a plan, autocast's copies of parameters exist until the end of its ``with``
+        block. Recomputation ends after the operator that saved the last tensor, whose time and
+        output it costs: an operator may fill a tensor after it saved it.
+
+        With ``torch.compile``, compile the blocks before the plan is applied. In a model that is
+        compiled as a whole, the blocks run by the plan but uncompiled, and ``fullgraph=True``
+        fails.
 
         Examples
         --------
-        >>> import pytest
-        >>> torch = pytest.importorskip("torch")
-        >>> from mlstate.activation import Chain, plan
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-        >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 128])
-        >>> planned = plan(chain, 10_000).apply(model)
-        >>> planned(torch.ones(4, 4)).shape
-        torch.Size([4, 4])
+        >>> import torch
+        >>> from mlstate.activation import Chain, Plan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        >>> steps = [("forward", 0), ("save", 1), ("backward", 1), ("drop", 1), ("save", 0)]
+        >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 64])
+        >>> schedule = Plan(chain, [*steps, ("backward", 0)])
+        >>> seen = []
+        >>> def observe(kind, block):
+        ...     seen.append(f"{kind} {block}")
+        >>> planned = schedule.apply(model, observe=observe)
+        >>> model(torch.ones(4, 4)).sum().backward()
+        >>> seen
+        ['forward 0', 'save 1', 'backward 1', 'drop 1', 'save 0', 'backward 0']
         """
-        return backend_named("torch", ActivationBackend).apply_plan(self, module, **options)
+        return backend_named("torch", ActivationBackend).apply_plan(
+            self, module, blocks=blocks, offload_to=offload_to, observe=observe
+        )
 
     def to_json(self) -> str:
         """Return plan and chain as JSON.

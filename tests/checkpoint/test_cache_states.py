@@ -241,7 +241,7 @@ def test_caches_of_torch_tensors_load_as_tensors_into_their_cache(tmp_path):
 def test_caches_of_arrays_and_of_tensors_fill_each_other(tmp_path, dtype):
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
-    from mlstate.integrations.torch import arrays_of
+    from mlstate.integrations.torch._tensors.state import arrays_of
 
     entry = CacheEntry("0.keys", "full", (1, 2, 16, 4), dtype)
     tensor = torch.arange(128).reshape(entry.shape).to(getattr(torch, dtype))

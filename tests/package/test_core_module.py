@@ -188,7 +188,7 @@ print(*{"torch", "coremltools", "matplotlib", "ml_dtypes", "safetensors"} & set(
 
 
 NAMES_OF_THE_DESIGN = {
-    mlstate: "save_file load_file set_num_threads MLStateError",
+    mlstate: "save_file load_file MLStateError",
     coreml: "state_specs plan_transition FakeMLState",
     kv: """
         StateTransitionManager validate_state_shapes get_transition_info

@@ -9,18 +9,9 @@ PUBLIC = [
     "StepUse",
     "TorchGroup",
     "all_reduce_with",
-    "apply_plan",
-    "apply_strategy",
-    "arrays_of",
-    "check_recompute",
-    "cuda_memory",
     "measure_peak",
     "measure_plan",
-    "optimizer_dict",
-    "optimizer_state",
-    "profile_chain",
     "reduce_scatter_with",
-    "tensors_of",
 ]
 
 

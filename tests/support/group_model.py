@@ -105,6 +105,6 @@ def remove_folder(group, folder):
 
 
 def as_tensor(array):
-    from mlstate.integrations.torch import tensors_of
+    from mlstate.integrations.torch._tensors.state import tensors_of
 
     return tensors_of({"array": array})["array"]

@@ -16,17 +16,12 @@ from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it 
 
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
-    from ._activation.apply_plan import PlannedModel, apply_plan
-    from ._activation.peak_memory import MemoryUse, cuda_memory, measure_peak
-    from ._activation.profile_chain import profile_chain
-    from ._activation.recompute_check import check_recompute
+    from ._activation.apply_plan import PlannedModel
+    from ._activation.peak_memory import MemoryUse, measure_peak
     from ._activation.step_memory import PlanUse, StepUse, measure_plan
-    from ._activation.strategies import apply_strategy
-    from ._checkpoint.optimizer import optimizer_dict, optimizer_state
     from ._collectives.group import TorchGroup
     from ._gradients.ddp import all_reduce_with
     from ._gradients.fsdp2 import reduce_scatter_with
-    from ._tensors.state import arrays_of, tensors_of
 
 __all__ = [
     "MemoryUse",
@@ -35,33 +30,19 @@ __all__ = [
     "StepUse",
     "TorchGroup",
     "all_reduce_with",
-    "apply_plan",
-    "apply_strategy",
-    "arrays_of",
-    "check_recompute",
-    "cuda_memory",
     "measure_peak",
     "measure_plan",
-    "optimizer_dict",
-    "optimizer_state",
-    "profile_chain",
     "reduce_scatter_with",
-    "tensors_of",
 ]
 
 # Loaded when they are first asked for: together they import most of mlstate.
 _NAMES = {
-    "._activation.apply_plan": ("PlannedModel", "apply_plan"),
-    "._activation.peak_memory": ("MemoryUse", "cuda_memory", "measure_peak"),
-    "._activation.profile_chain": ("profile_chain",),
-    "._activation.recompute_check": ("check_recompute",),
+    "._activation.apply_plan": ("PlannedModel",),
+    "._activation.peak_memory": ("MemoryUse", "measure_peak"),
     "._activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
-    "._activation.strategies": ("apply_strategy",),
-    "._checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
     "._collectives.group": ("TorchGroup",),
     "._gradients.ddp": ("all_reduce_with",),
     "._gradients.fsdp2": ("reduce_scatter_with",),
-    "._tensors.state": ("arrays_of", "tensors_of"),
 }
 show_exports(globals(), _NAMES)
 

@@ -21,7 +21,7 @@ from planned_models import (  # noqa: E402
 from torch import nn  # noqa: E402
 
 from mlstate.activation import Chain, Plan, plan  # noqa: E402
-from mlstate.integrations.torch import measure_peak, profile_chain  # noqa: E402
+from mlstate.integrations.torch import measure_peak  # noqa: E402
 from mlstate.integrations.torch._activation import block_calls  # noqa: E402
 from mlstate.integrations.torch._activation.block_calls import seed_of  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_the_model_is_as_it_was():
     values = [p.grad.clone() for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
     state = torch.get_rng_state()
-    profile_chain(model, x, repeats=1)
+    Chain.from_torch(model, x, repeats=1)
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert all(map(torch.equal, gradients, values))
     assert all(map(torch.equal, model.buffers(), buffers))

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from mlstate.activation import Plan  # noqa: E402
 from mlstate.errors import MLStateError  # noqa: E402
-from mlstate.integrations.torch import apply_plan, measure_peak  # noqa: E402
+from mlstate.integrations.torch import measure_peak  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -566,16 +566,16 @@ def test_blocks_that_are_not_there(module, blocks, match):
 def test_invalid_models_are_refused():
     plan = planned(segments(2, 1))
     with pytest.raises(TypeError, match="module or blocks"):
-        apply_plan(plan)
+        plan.apply()
     with pytest.raises(TypeError, match="callable"):
-        apply_plan(plan, blocks=[1, 2])
+        plan.apply(blocks=[1, 2])
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        apply_plan(plan, 3)
+        plan.apply(3)
     inner = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="overlap"):
-        apply_plan(plan, blocks=[inner, inner[0]])
+        plan.apply(blocks=[inner, inner[0]])
     with pytest.raises(TypeError, match="returned no tensor"):
-        apply_plan(plan, blocks=[lambda x: None, nn.Identity()])(torch.ones(2))
+        plan.apply(blocks=[lambda x: None, nn.Identity()])(torch.ones(2))
 
 
 # torch.compile

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import mlstate
-from mlstate import _core
+from mlstate import StateDict, _core
 from mlstate.checkpoint import Layout, export_huggingface, inspect
 from mlstate.checkpoint._huggingface import export as export_module
 
@@ -53,7 +53,7 @@ def check(group, module, expected_state=None, files=3, **keywords):
     model = mlstate.load(folder / "out").model
     assert set(model) == set(expected_state), (set(model), set(expected_state))
     for name, value in expected_state.items():
-        tensor = mlstate.integrations.torch.tensors_of({name: model[name]})[name]
+        tensor = StateDict({name: model[name]}).to_torch()[name]
         assert tensor.dtype == value.dtype, (name, tensor.dtype)
         assert torch.equal(tensor, value), (name, tensor, value)
     assert mlstate.verify(folder / "out")

@@ -13,7 +13,7 @@ from mlstate import StateDict, _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import export_huggingface
 from mlstate.errors import CompatibilityError, FormatError
-from mlstate.integrations.torch import arrays_of, tensors_of
+from mlstate.integrations.torch._tensors.state import arrays_of, tensors_of
 
 pytestmark = pytest.mark.torch
 
@@ -116,7 +116,7 @@ def test_arrays_and_tensors_share_memory():
     state["w"].view(np.uint8)[0, 0] = 0x5A
     assert codes(tensor)[0][0] == codes(tensors_of(state)["t"])[0][0] == 0x5A
     assert tensors_of(state)["w"].dtype == F4
-    other = mlstate.integrations.torch.arrays_of({"w": torch.nn.Parameter(tensor, False)})
+    other = arrays_of({"w": torch.nn.Parameter(tensor, False)})
     assert np.shares_memory(other["w"], state["w"])
 
 

@@ -15,8 +15,9 @@ from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
 from mlstate._common.dtypes import DTYPES, EXTENSIONS, PACKED, stored_dtype
-from mlstate.integrations.torch import arrays_of, restore_state, tensors_of
+from mlstate.integrations.torch import restore_state
 from mlstate.integrations.torch._tensors.memory import note_written
+from mlstate.integrations.torch._tensors.state import arrays_of, tensors_of
 from mlstate.state import load_into
 
 pytestmark = pytest.mark.torch

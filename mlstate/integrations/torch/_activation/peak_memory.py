@@ -234,32 +234,10 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     return MemoryUse(span.peak, span.after, watched.curve)
 
 
-@set_module("mlstate.integrations.torch")
 def cuda_memory(source: str) -> tuple[int, int, int, str]:
-    """Return the memory use of a CUDA device, for `MemoryTracker`.
+    """Return bytes in use, their peak and total of a CUDA device, and its name.
 
-    Parameters
-    ----------
-    source : str
-        ``"cuda"`` (the current device) or ``"cuda:N"``.
-
-    Returns
-    -------
-    tuple of (int, int, int, str)
-        Bytes allocated now, peak bytes allocated, total bytes; the device's name.
-
-    Raises
-    ------
-    RuntimeError
-        If torch does not have the device.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch import cuda_memory
-    >>> device = cuda_memory("cuda")[3] if torch.cuda.is_available() else "none"
-    >>> device.startswith("cuda:") is torch.cuda.is_available()
-    True
+    `source`: "cuda" for the current device, or "cuda:N". Raises RuntimeError if there is none.
     """
     import torch
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...._common.local_path import local_path
-from ...._common.set_module import set_module
 from ....activation._chain import Chain
 from .block_calls import BlockCall, SampledModel, discard_saved, loss_of, seed_of
 from .offload import Host
@@ -349,7 +348,6 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
     }
 
 
-@set_module("mlstate.integrations.torch")
 def profile_chain(
     module: object,
     sample: Any,
@@ -359,70 +357,7 @@ def profile_chain(
     offload: bool | str | os.PathLike[str] = False,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Chain:
-    """Measure a torch model and its blocks; public as `Chain.from_torch`.
-
-    Parameters
-    ----------
-    module : torch.nn.Module or sequence of blocks
-        The model, on the CPU or a CUDA device, in training mode if it is trained so.
-    sample : torch.Tensor, tuple or dict
-        Arguments of the model: a single argument, positional arguments, or keyword arguments,
-        with the size used in training. It must require a gradient only if it does in training.
-    blocks : str or sequence of callables, optional
-        The modules of the blocks, see `Plan.apply`.
-    repeats : int, default 5
-        Number of measured runs of each block, after a warm-up run. A block's times are medians
-        over all runs of equal blocks; `Chain.seconds_spread` is their spread.
-    offload : bool or path, default False
-        Whether to measure copies to the host and back too. A path measures files in that folder.
-    loss : callable, optional
-        Makes the loss, a scalar tensor, of the model's output. Default: the output, if it is a
-        scalar, or its ``loss``. If it has none, the memory of a cross-entropy is assumed; if the
-        model returns its last block's output, the chain ends there. `Chain.note` has a sentence
-        on this.
-
-    Returns
-    -------
-    Chain
-        Times in seconds and memory in bytes, with the names of the blocks.
-
-    Raises
-    ------
-    ValueError
-        If the choice of blocks is ambiguous, the model does not call each block once and in
-        order, or `repeats` is below 1.
-    TypeError
-        If `sample` contains no tensor, or `loss` returns no scalar tensor.
-    RuntimeError
-        If a torch profiler is already running.
-
-    Notes
-    -----
-    Memory is measured with torch's allocator, see `measure_peak`: the memory that a block's run
-    adds, and the peaks of its runs. All that is outside of the blocks is measured too, in a step
-    whose blocks save nothing: tensors alive throughout (an embedding's output, masks, autocast's
-    copies of parameters), and the head, logits and loss after the last block. So the peak of a
-    plan includes a whole step, beyond parameters, their gradients and optimizer states; the
-    gradients are allocated during the measurement. If autograd frees saved tensors before the
-    block's gradient is allocated, ``backward_temporary_bytes`` is negative.
-
-    Call it under ``torch.autocast`` if training uses that. Random generators, buffers and
-    gradients are restored. The model runs ``repeats + 4`` times, each block
-    ``2 * repeats + 7`` times.
-
-    Each run of a block gets a copy of object arguments, such as a KV cache to which it adds. A
-    cache keeps tensors of every block until the model's output is freed, also of blocks that a
-    plan recomputes: train with ``use_cache=False``.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.activation import Chain
-    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh())
-    >>> chain = Chain.from_torch(model, torch.ones(2, 8))
-    >>> chain.activation_bytes.tolist(), chain.saved_bytes.tolist(), chain.names
-    ([64, 32, 32], [32, 32], ('0', '1'))
-    """
+    """Measure a torch model and its blocks; see `Chain.from_torch`."""
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     model = SampledModel(module, sample, blocks, None)

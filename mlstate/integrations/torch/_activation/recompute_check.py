@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.set_module import set_module
 from ....activation._chain import Chain
 from ....activation._plan import Plan
 from ....activation._recompute_check import Finding, RecomputeReport
@@ -372,44 +371,10 @@ class _Trace:
             self.routing = self.routing or (place, text)
 
 
-@set_module("mlstate.integrations.torch")
 def check_recompute(
     module: object, plan: Any, sample: Any, *, blocks: Any = None
 ) -> RecomputeReport:
-    """Recompute blocks and compare; public as `mlstate.activation.check`.
-
-    Parameters
-    ----------
-    module : torch.nn.Module or sequence of blocks
-        The model.
-    plan : Plan or None
-        Its recomputed blocks are checked; None: all blocks, as a plan that recomputes each.
-    sample : torch.Tensor, tuple or dict
-        Arguments of the model.
-    blocks : str or sequence of callables, optional
-        The modules of the blocks, see `Plan.apply`.
-
-    Returns
-    -------
-    RecomputeReport
-        The findings.
-
-    Raises
-    ------
-    ValueError
-        If the choice of blocks is ambiguous, their number is not the plan's, or the model does not
-        call each block once and in order.
-    TypeError
-        If `plan` is not a plan, `module` not a module or a sequence of blocks, or `sample` contains
-        no tensor.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch import check_recompute
-    >>> bool(check_recompute(torch.nn.Sequential(torch.nn.Tanh()), None, torch.ones(2)))
-    True
-    """
+    """Recompute blocks and compare; see `mlstate.activation.check`."""
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     model = SampledModel(module, sample, blocks, None if plan is None else plan.chain.blocks)

@@ -355,11 +355,11 @@ def measure_plan(
     module : torch.nn.Module or sequence of blocks
         The model, without an applied plan.
     sample : torch.Tensor, tuple or dict
-        See `profile_chain`.
+        See `Chain.from_torch`.
     blocks : str or sequence of callables, optional
         See `Plan.apply`.
     loss : callable, optional
-        As for `profile_chain`.
+        As for `Chain.from_torch`.
 
     Returns
     -------

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from .... import _core
 from ...._common.arguments import check_type
-from ...._common.set_module import set_module
 from ....errors import GradientWarning
 from .argument_contents import ArgumentContents, arguments_to_compare
 from .module_patterns import modules_named, refuse_overlap
@@ -198,43 +197,10 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
     return {name: block for name, block in module.named_modules() if id(block) in chosen}
 
 
-@set_module("mlstate.integrations.torch")
 def apply_strategy(
     manager: ActivationManager, module: torch.nn.Module, blocks: str | Iterable[str] | None
 ) -> AppliedStrategy:
-    """Apply a manager to blocks of a module; see `ActivationManager.apply`.
-
-    Parameters
-    ----------
-    manager : ActivationManager
-        The manager that decides.
-    module : torch.nn.Module
-        The module; modified in place.
-    blocks : str or iterable of str, optional
-        Name patterns. Default: the children of `module`.
-
-    Returns
-    -------
-    AppliedStrategy
-        A handle; ``remove()`` undoes all changes.
-
-    Raises
-    ------
-    TypeError
-        If `module` is not a module, or a pattern is not a str.
-    ValueError
-        If `module` has no blocks, a pattern matches nothing, or a block is inside another one, has
-        a manager already, or is a ModuleList or ModuleDict. Nothing is changed then.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.activation import ActivationManager, IntervalStrategy
-    >>> from mlstate.integrations.torch import apply_strategy
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
-    >>> apply_strategy(ActivationManager(IntervalStrategy()), model, None).blocks
-    ('0', '1')
-    """
+    """Apply a manager to blocks of a module; see `ActivationManager.apply`."""
     import torch
 
     check_type("module", module, torch.nn.Module, "a torch.nn.Module")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...._common.arrays import dimension_order, with_order
-from ...._common.set_module import set_module
 from ....checkpoint._folder.names import NEWER
 from ....checkpoint._states.containers import is_wrapper
 from ....checkpoint._states.exact_values import ZERO_REMEDY
@@ -352,35 +351,13 @@ def unpack_state(key: str, array: Array, optimizer: torch.optim.Optimizer | None
     return unpacked(np.asarray(array), repr(key), tensor_of, target)
 
 
-@set_module("mlstate.integrations.torch")
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return an optimizer's state as arrays; see `OptimizerStateDict.from_torch`.
+    """Return an optimizer's arrays by name, and the other arguments of `OptimizerStateDict`.
 
-    Parameters
-    ----------
-    optimizer : torch.optim.Optimizer
-        An optimizer whose state is tensors and numbers by parameter.
-    names : torch.nn.Module, iterable of str or None
-        The module that has the parameters, or a name for each in the order of the groups. None:
-        the names in the groups, or else ``param_0`` and so on.
-
-    Returns
-    -------
-    arrays : dict of str to array
-        Arrays over the tensors' memory; numbers are 0-d arrays, nested values are bytes.
-    keywords : dict
-        The other arguments of `OptimizerStateDict`: ``optimizer_type``, ``step`` (the
-        largest), ``learning_rate`` (of the first group), ``param_groups``. The groups list the
-        states that were numbers or nested values.
-
-    Raises
-    ------
-    TypeError
-        If `optimizer` or a name has another type, or a value cannot be stored.
-    ValueError
-        If names do not match the parameters, or state belongs to none of them.
+    See `OptimizerStateDict.from_torch`. The groups list the states that were numbers or nested
+    values.
     """
     named = _name_parameters(optimizer, names)
     groups, arrays = stored_states(optimizer.param_groups, named, _collect_states(named, optimizer))
@@ -513,7 +490,6 @@ def _torch_groups(
     return groups
 
 
-@set_module("mlstate.integrations.torch")
 def optimizer_dict(
     osd: OptimizerStateDict,
     optimizer: torch.optim.Optimizer,
@@ -521,33 +497,7 @@ def optimizer_dict(
     *,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """Return a dict for ``optimizer.load_state_dict``; see `OptimizerStateDict.to_torch`.
-
-    Parameters
-    ----------
-    osd : OptimizerStateDict
-        The state.
-    optimizer : torch.optim.Optimizer
-        The optimizer that will load it; it is not changed.
-    names : torch.nn.Module, iterable of str or None
-        As for `optimizer_state`.
-    copy : bool, default False
-        Copy every array. Arrays that an optimizer cannot change in place, because they are
-        read-only or share memory, are always copied.
-
-    Returns
-    -------
-    dict
-        ``{"state": {number: {state name: tensor or number}}, "param_groups": [...]}``.
-
-    Raises
-    ------
-    CompatibilityError
-        If parameters are unknown, or shapes or groups do not fit. The message lists all unknown
-        parameters and wrong shapes.
-    TypeError, ValueError
-        If `optimizer` is another object, or names do not match its parameters.
-    """
+    """Return a dict for ``optimizer.load_state_dict``; see `OptimizerStateDict.to_torch`."""
     named = _name_parameters(optimizer, names)
     packed_keys = packed_states(osd.param_groups) & osd.keys()
     entries = {key: value for key, value in osd.items() if key not in packed_keys}

@@ -16,7 +16,6 @@ from ...._common.arrays import (
     refuse_masked,
 )
 from ...._common.dtypes import label_of, name_of, stored_dtype
-from ...._common.set_module import set_module
 from ....errors import CompatibilityError, UnstorableError
 from .dtypes import SHARED, VIEWED, torch_has
 
@@ -193,40 +192,12 @@ def _array_of(name: str, value: Any) -> Any:
     return detached if detached.device.type != "cpu" else _view_as_array(detached)
 
 
-@set_module("mlstate.integrations.torch")
 def arrays_of(state: torch.nn.Module | Mapping[str, object]) -> dict[str, Any]:
-    """Return NumPy arrays over the memory of torch tensors.
+    """Return NumPy arrays over the memory of torch tensors; see `StateDict.from_torch`.
 
-    Parameters
-    ----------
-    state : torch.nn.Module or mapping of str to torch.Tensor
-        A module, for its ``state_dict()``, or a mapping. NumPy arrays are returned unchanged.
-
-    Returns
-    -------
-    dict of str to ndarray
-        One array per tensor, in the same order; one tensor under two names is one array.
-        Arrays over expanded tensors are read-only. Tensors on a device, or on ``meta``, are
-        returned detached.
-
-    Raises
-    ------
-    TypeError
-        If `state` is neither a module nor a mapping, or a value is not a tensor, or not plain
-        memory: sparse, quantized, nested, conjugated, negated, or of a subclass such as DTensor.
-    CompatibilityError
-        If NumPy lacks the dtype.
-    ValueError
-        If a `TieredState` has moved the elements of a tensor to a file.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch import arrays_of
-    >>> weight = torch.nn.Parameter(torch.zeros(2))
-    >>> arrays_of({"weight": weight})["weight"][0] = 5
-    >>> weight.tolist()
-    [5.0, 0.0]
+    NumPy arrays are returned unchanged. One tensor under two names is one array. Arrays over
+    expanded tensors are read-only. Tensors on a device, or on ``meta``, are returned detached.
+    Raises ValueError if a `TieredState` has moved the elements of a tensor to a file.
     """
     import torch
 
@@ -411,45 +382,12 @@ def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return moved.requires_grad_(tensor.requires_grad)
 
 
-@set_module("mlstate.integrations.torch")
 def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Return torch tensors over the memory of arrays.
+    """Return torch tensors over the memory of arrays; see `StateDict.to_torch`.
 
-    Parameters
-    ----------
-    state : mapping of str to array
-        Arrays of NumPy, or of another library with ``__dlpack__``. Tensors among the values are
-        returned detached.
-    copy : bool, default False
-        Copy the arrays to new memory. Names of the same elements, such as tied weights, get one
-        tensor; arrays that overlap in other ways are separated.
-
-    Returns
-    -------
-    dict of str to torch.Tensor
-        Tensors in the same order. One array under two names is one tensor. Without `copy`,
-        overlapping arrays share one storage.
-
-    Raises
-    ------
-    CompatibilityError
-        If torch lacks a dtype.
-    TypeError
-        If an array is masked.
-
-    Notes
-    -----
-    Arrays are copied if they have non-native byte order, negative strides or unaligned elements,
-    such as fields of records.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mlstate.integrations.torch import tensors_of
-    >>> weight = np.zeros(2, np.float32)
-    >>> tensors_of({"weight": weight})["weight"][0] = 5
-    >>> weight
-    array([5., 0.], dtype=float32)
+    Arrays of other libraries with ``__dlpack__`` are accepted too. One array under two names is
+    one tensor. Without `copy`, overlapping arrays share one storage; with it, they are separated,
+    unless they have the same elements, such as tied weights.
     """
     import torch
 
