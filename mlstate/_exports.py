@@ -33,6 +33,6 @@ def show_exports(
         namespace[name] = getattr(import_module(module_of[name], package), name)
         return namespace[name]
 
-    if module_of:
+    if module_of or modules:
         namespace["__getattr__"] = load
     namespace["__dir__"] = lambda: sorted(namespace["__all__"])

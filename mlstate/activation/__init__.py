@@ -17,6 +17,7 @@ Examples
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
+from . import records
 from ._chain import Chain
 from ._combinators import AllOf, AnyOf, CheckpointStrategy, FirstMatch, Not
 from ._config import (
@@ -30,11 +31,11 @@ from ._config import (
     create_strategy,
     register_strategy,
 )
-from ._manager import ActivationManager, LayerDecisions
-from ._memory_tracker import MemoryStats, MemoryTracker
-from ._plan import Plan, Simulation, Step
-from ._planner import Pareto, pareto, plan
-from ._recompute_check import Finding, RecomputeReport, check
+from ._manager import ActivationManager
+from ._memory_tracker import MemoryTracker
+from ._plan import Plan
+from ._planner import pareto, plan
+from ._recompute_check import check
 from ._strategies import (
     IntervalStrategy,
     MemoryAwareStrategy,
@@ -50,22 +51,15 @@ __all__ = [
     "Chain",
     "CheckpointConfig",
     "CheckpointStrategy",
-    "Finding",
     "FirstMatch",
     "IntervalStrategy",
-    "LayerDecisions",
     "MemoryAwareStrategy",
-    "MemoryStats",
     "MemoryTracker",
     "Not",
-    "Pareto",
     "Plan",
-    "RecomputeReport",
     "SelectiveStrategy",
-    "Simulation",
     "SizeBasedStrategy",
     "SmartStrategy",
-    "Step",
     "StrategyKind",
     "check",
     "create_interval",
@@ -76,6 +70,7 @@ __all__ = [
     "create_strategy",
     "pareto",
     "plan",
+    "records",
     "register_strategy",
 ]
 

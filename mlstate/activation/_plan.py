@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
     Examples
     --------
-    >>> from mlstate.activation import Step
+    >>> from mlstate.activation.records import Step
     >>> Step("drop", 3)
     Step(kind='drop', index=3)
     """

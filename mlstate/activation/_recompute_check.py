@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
     Examples
     --------
-    >>> from mlstate.activation import Finding
+    >>> from mlstate.activation.records import Finding
     >>> Finding("layers.3", "router: aten.topk", "routing", "2 of 64 indices differ").kind
     'routing'
     """
@@ -66,7 +66,7 @@ class RecomputeReport(Shown):
 
     Examples
     --------
-    >>> from mlstate.activation import RecomputeReport
+    >>> from mlstate.activation.records import RecomputeReport
     >>> report = RecomputeReport([], ["layers.0", "layers.1"])
     >>> bool(report)
     True

@@ -30,50 +30,36 @@ from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint.checkpoint import Checkpoint, inspect
 from ._load.load import load
 from ._loaded_state import LoadedState
-from ._records import LayerRecord, ShardRecord, TensorRecord
-from ._report import Problem, VerifyReport
+from ._report import VerifyReport
 from ._verify import verify
 
 if TYPE_CHECKING:
+    from . import records
     from ._checkpoint.export_async import export_huggingface_async
     from ._checkpoint.save import save
-    from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
+    from ._checkpoint.save_async import SaveHandle, save_async
     from ._checksum import checksum
     from ._convert.reshard import reshard
     from ._huggingface.export import export_huggingface
-    from ._load.plan_load import FileRead, LoadPlan, plan_load
+    from ._load.plan_load import plan_load
     from ._manager.manager import CheckpointManager
-    from ._manager.prune import PruneReport, prune
-    from ._save.plan_save import SavePlan, plan_save
+    from ._manager.prune import prune
+    from ._save.plan_save import plan_save
     from ._save.staging import Staging
-    from ._tiers.report import TierRecord, TierReport, Traffic
-    from ._tiers.tiered_state import StateDicts, TieredState
+    from ._tiers.tiered_state import TieredState
     from ._tiers.unit_handle import TieredUnit
 
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
-    "FileRead",
-    "LayerRecord",
     "Layout",
-    "LoadPlan",
     "LoadedState",
-    "Problem",
-    "PruneReport",
     "SaveHandle",
-    "SavePlan",
-    "SaveTimes",
     "Shard",
-    "ShardRecord",
     "Staging",
-    "StateDicts",
-    "TensorRecord",
     "Tier",
-    "TierRecord",
-    "TierReport",
     "TieredState",
     "TieredUnit",
-    "Traffic",
     "VerifyReport",
     "checksum",
     "export_huggingface",
@@ -85,6 +71,7 @@ __all__ = [
     "plan_load",
     "plan_save",
     "prune",
+    "records",
     "reshard",
     "save",
     "save_async",
@@ -99,38 +86,17 @@ show_exports(
         # a load needs none of them
         "._checkpoint.export_async": ("export_huggingface_async",),
         "._checkpoint.save": ("save",),
-        "._checkpoint.save_async": (
-            "SaveHandle",
-            "SaveTimes",
-            "save_async",
-        ),
+        "._checkpoint.save_async": ("SaveHandle", "save_async"),
         "._checksum": ("checksum",),
         "._convert.reshard": ("reshard",),
         "._huggingface.export": ("export_huggingface",),
-        "._load.plan_load": (
-            "FileRead",
-            "LoadPlan",
-            "plan_load",
-        ),
+        "._load.plan_load": ("plan_load",),
         "._manager.manager": ("CheckpointManager",),
-        "._manager.prune": (
-            "PruneReport",
-            "prune",
-        ),
-        "._save.plan_save": (
-            "SavePlan",
-            "plan_save",
-        ),
+        "._manager.prune": ("prune",),
+        "._save.plan_save": ("plan_save",),
         "._save.staging": ("Staging",),
-        "._tiers.report": (
-            "TierRecord",
-            "TierReport",
-            "Traffic",
-        ),
-        "._tiers.tiered_state": (
-            "StateDicts",
-            "TieredState",
-        ),
+        "._tiers.tiered_state": ("TieredState",),
         "._tiers.unit_handle": ("TieredUnit",),
     },
+    ["records"],
 )

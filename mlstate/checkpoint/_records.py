@@ -1,12 +1,15 @@
-"""Records of a checkpoint: `TensorRecord`, `ShardRecord`, `LayerRecord`."""
+"""Records of a checkpoint: `TensorRecord`, `ShardRecord`, `LayerRecord`; `PruneReport`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from .._common.set_module import set_module
+from .._common.text import bytes_text, count_text
 from .._sharding.layout import Layout
 
 
+@set_module("mlstate.checkpoint.records")
 class TensorRecord(NamedTuple):
     """One tensor of a checkpoint.
 
@@ -64,6 +67,7 @@ class TensorRecord(NamedTuple):
     codec: str | None
 
 
+@set_module("mlstate.checkpoint.records")
 class LayerRecord(NamedTuple):
     """One stored layer of a sparse or compressed shard.
 
@@ -92,6 +96,7 @@ class LayerRecord(NamedTuple):
     codec: str | None
 
 
+@set_module("mlstate.checkpoint.records")
 class ShardRecord(NamedTuple):
     """One stored shard of a checkpoint.
 
@@ -148,3 +153,52 @@ class ShardRecord(NamedTuple):
         if self.layers is None:
             return self.nbytes
         return sum(layer.nbytes for layer in self.layers)
+
+
+@set_module("mlstate.checkpoint.records")
+class PruneReport(NamedTuple):
+    """The steps and files that `prune` deleted, or would delete.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    dry_run : bool
+        Whether this was a dry run, which deletes nothing.
+    steps : list of int or None
+        Deleted steps, oldest first; None for a step that cannot be read.
+    kept : list of int or None
+        Steps that stay.
+    files : dict of str to int
+        Sizes in bytes of deleted files, by their paths in the folder.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> from mlstate.checkpoint import prune
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.ones(3)})
+    >>> prune(path).files
+    {}
+    """
+
+    path: str
+    dry_run: bool
+    steps: list[int | None]
+    kept: list[int | None]
+    files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the deleted files."""
+        return sum(self.files.values())
+
+    def _title(self) -> str:
+        """Return one line: the files that were or would be deleted, and their bytes."""
+        done = "would delete" if self.dry_run else "deleted"
+        count = len(self.files)
+        amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
+        return f"{done} {amount if count else 'nothing'}"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self._title()}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._common.report import Table
+from .._common.set_module import set_module
 from .._common.store_error import store_error
 from .._common.text import bytes_text, count_text
 from ..errors import ChecksumError, CompatibilityError, FormatError, MLStateError, StoreError
@@ -16,6 +17,7 @@ _ROWS = 20
 PROBLEM_COLUMNS = ["problem", "file", "tensor", "bytes", "what"]
 
 
+@set_module("mlstate.checkpoint.records")
 class Problem(NamedTuple):
     """One problem that `verify` found.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..coreml import StateSpecs, TransitionPlan, plan_transition
+from ..coreml import StateSpecs, plan_transition
 from ..coreml._specs import read_functions, warn_of_shapes
+from ..coreml.records import TransitionPlan
 from ._common import Commands
 from ._states import ModelFormat, add_actions
 

@@ -25,7 +25,8 @@ from ._common import (
 )
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
+    from ..checkpoint import Checkpoint
+    from ..checkpoint.records import ShardRecord, TensorRecord
 
 __all__ = ["add"]
 

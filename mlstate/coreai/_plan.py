@@ -90,7 +90,7 @@ def plan_transition(
 
     Returns
     -------
-    mlstate.coreml.TransitionPlan
+    mlstate.coreml.records.TransitionPlan
         ``fits``, ``moves``, ``problems`` and byte counts; prints as a table. A state that has
         the same shape in both models, such as a convolution's or a full window, is copied whole.
 

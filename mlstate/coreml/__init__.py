@@ -9,7 +9,7 @@ state object on machines without Core ML.
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
-from ..kv._transition_plan import StateMove, TransitionPlan
+from . import records
 from ._plan import plan_transition
 from ._specs import StateShapeWarning, StateSpec, StateSpecs, state_specs
 from ._state_manager import StateManager
@@ -18,13 +18,12 @@ from ._transfer import FakeMLState, compact_coreml_state, transition_coreml_stat
 __all__ = [
     "FakeMLState",
     "StateManager",
-    "StateMove",
     "StateShapeWarning",
     "StateSpec",
     "StateSpecs",
-    "TransitionPlan",
     "compact_coreml_state",
     "plan_transition",
+    "records",
     "state_specs",
     "transition_coreml_state",
 ]

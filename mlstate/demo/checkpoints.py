@@ -15,7 +15,7 @@ from ..checkpoint import CheckpointManager, load, verify
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..checkpoint import ShardRecord
+    from ..checkpoint.records import ShardRecord
     from ..state import ModelStateDict
 
 __all__ = ["Kept", "show_checkpoints"]

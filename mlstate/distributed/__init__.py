@@ -35,6 +35,7 @@ from ..errors import CompatibilityError, TensorNotFoundError
 from ..state._group_merge import merge_groups
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
+from . import records
 from ._byte_ranges import array_of
 from ._exchange import (
     MAX_BYTES,
@@ -46,16 +47,16 @@ from ._exchange import (
     exchange,
     open_exchange,
 )
-from ._merge import RankDifference, compare, describe, differences_error, merge, with_overlaps
+from ._merge import compare, describe, differences_error, merge, with_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from .._common.budget import MemorySize
     from ..collectives import ProcessGroup
-    from ._merge import Entry
+    from ._merge import Entry, RankDifference
 
-__all__ = ["DistributedStateCollector", "RankDifference"]
+__all__ = ["DistributedStateCollector", "records"]
 
 set_module_of_exports(globals())
 show_exports(globals())

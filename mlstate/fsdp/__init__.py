@@ -20,28 +20,24 @@ tensor([4., 4.])
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
+from . import records
 from ._accumulator import GradientAccumulator
 from ._backward_hook import FSDPBackwardHook
 from ._clip_grad_norm import clip_grad_norm
 from ._config import FSDP
 from ._reduce_scatter import ReduceScatterOperation
-from ._report import BackwardReport, Bucket
 from ._sharding_unit import FSDPShardingUnit, sharding_units
 from ._spot_check import SpotCheck
-from ._verify import GradientReport, Mismatch
 
 __all__ = [
     "FSDP",
-    "BackwardReport",
-    "Bucket",
     "FSDPBackwardHook",
     "FSDPShardingUnit",
     "GradientAccumulator",
-    "GradientReport",
-    "Mismatch",
     "ReduceScatterOperation",
     "SpotCheck",
     "clip_grad_norm",
+    "records",
     "sharding_units",
 ]
 

@@ -64,7 +64,7 @@ class GradientReport(Shown):
 
     Examples
     --------
-    >>> from mlstate.fsdp import GradientReport
+    >>> from mlstate.fsdp.records import GradientReport
     >>> bool(GradientReport([], 2, 1e-5))
     True
     """

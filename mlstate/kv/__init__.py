@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
 from ._combined_strategy import CombinedStrategy
-from ._context_ladder import ContextLadder, LadderStep
+from ._context_ladder import ContextLadder
 from ._kv_state import KVState
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
 from ._rolling import RollingKVState
@@ -26,10 +26,9 @@ from ._transition_manager import StateTransitionManager
 
 if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
+    from . import records
     from ._cache_spec import CacheEntry, CacheSpec
     from ._cache_state import CacheState
-    from ._quantization import QuantizationLoss
-    from ._snapshot import Snapshot
 
 __all__ = [
     "CacheEntry",
@@ -38,10 +37,7 @@ __all__ = [
     "CombinedStrategy",
     "ContextLadder",
     "KVState",
-    "LadderStep",
-    "QuantizationLoss",
     "RollingKVState",
-    "Snapshot",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",
@@ -49,6 +45,7 @@ __all__ = [
     "create_causal_mask",
     "create_decode_mask",
     "get_transition_info",
+    "records",
     "rotate_keys",
     "transition_coreml_state",
     "transition_kv_state",
@@ -64,10 +61,9 @@ show_exports(
             "CacheEntry",
             "CacheSpec",
             "CacheState",
-            "QuantizationLoss",
-            "Snapshot",
         ),
         # coreml imports this package
         "..coreml": ("compact_coreml_state", "transition_coreml_state"),
     },
+    ["records"],
 )

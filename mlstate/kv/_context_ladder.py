@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from .._common.set_module import set_module
 from ..errors import CapacityError
 from ._arguments import as_count, as_counts, capacity_error, tokens_error
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
@@ -99,6 +100,7 @@ def mask_rows(
     return mask[:, :, position : position + count]
 
 
+@set_module("mlstate.kv.records")
 class LadderStep(NamedTuple):
     """What to do with a cache before the next tokens; see `ContextLadder`.
 

@@ -31,7 +31,7 @@ _NO_QUANTIZE = {
 }
 
 
-@set_module("mlstate.kv")
+@set_module("mlstate.kv.records")
 class QuantizationLoss(NamedTuple):
     """How an entry differs after `CacheState.quantize`; errors refer to the values of the tokens.
 

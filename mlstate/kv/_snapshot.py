@@ -54,7 +54,7 @@ class History:
         return next((length for snapshot, length in self._lows if snapshot >= number), None)
 
 
-@set_module("mlstate.kv")
+@set_module("mlstate.kv.records")
 class Snapshot:
     """A moment that a `CacheState` can go back to; `CacheState.snapshot` returns one.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-@set_module("mlstate.coreml")
+@set_module("mlstate.coreml.records")
 class StateMove(NamedTuple):
     """The effect of a transition on one state.
 
@@ -47,7 +47,7 @@ class StateMove(NamedTuple):
     problem: str | None
 
 
-@set_module("mlstate.coreml")
+@set_module("mlstate.coreml.records")
 class TransitionPlan(NamedTuple):
     """The effect of moving every state from one model to another; see `plan_transition`.
 

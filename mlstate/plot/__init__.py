@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from .._types import NDArray
-    from ..activation import CheckpointStrategy, Pareto, Plan
-    from ..checkpoint import Checkpoint, SaveHandle, SaveTimes
+    from ..activation import CheckpointStrategy, Plan
+    from ..activation.records import Pareto
+    from ..checkpoint import Checkpoint, SaveHandle
     from ..checkpoint._pages.table import Group
-    from ..fsdp import BackwardReport, FSDPShardingUnit
+    from ..checkpoint.records import SaveTimes
+    from ..fsdp import FSDPShardingUnit
+    from ..fsdp.records import BackwardReport
 
 __all__ = [
     "plot_backward",

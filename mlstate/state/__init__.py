@@ -19,40 +19,36 @@ array([1., 1.])
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
+from . import records
 from ._compatibility import (
     CompatibilityResult,
-    Difference,
     check_compatibility,
     get_missing_keys,
     get_unexpected_keys,
     keys_match,
     shapes_match,
 )
-from ._diff import StateDiff, TensorChange, diff
-from ._digest import Digest, DigestDiff, TensorDigest
+from ._diff import diff
+from ._digest import Digest
 from ._load_into import load_into, rename
 from ._optimizer_state import OptimizerStateDict, OptimizerType
 from ._state_dict import ModelStateDict, StateDict, Stateful
 
 __all__ = [
     "CompatibilityResult",
-    "Difference",
     "Digest",
-    "DigestDiff",
     "ModelStateDict",
     "OptimizerStateDict",
     "OptimizerType",
     "StateDict",
-    "StateDiff",
     "Stateful",
-    "TensorChange",
-    "TensorDigest",
     "check_compatibility",
     "diff",
     "get_missing_keys",
     "get_unexpected_keys",
     "keys_match",
     "load_into",
+    "records",
     "rename",
     "shapes_match",
 ]

@@ -7,11 +7,11 @@ from thread_team import run_in_threads
 from mlstate.activation import (
     ActivationManager,
     IntervalStrategy,
-    LayerDecisions,
     SelectiveStrategy,
     SizeBasedStrategy,
     SmartStrategy,
 )
+from mlstate.activation.records import LayerDecisions
 from mlstate.errors import CapacityError
 
 KIB = np.zeros(256, np.float32)

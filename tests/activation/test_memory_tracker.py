@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from thread_team import run_in_threads
 
-from mlstate.activation import MemoryAwareStrategy, MemoryStats, MemoryTracker
+from mlstate.activation import MemoryAwareStrategy, MemoryTracker
+from mlstate.activation.records import MemoryStats
 
 MEBIBYTE = 1 << 20
 

@@ -13,7 +13,8 @@ from thread_team import num_threads, run_in_threads
 from tries import tries
 
 from mlstate import _core
-from mlstate.activation import Chain, Plan, Step, pareto, plan
+from mlstate.activation import Chain, Plan, pareto, plan
+from mlstate.activation.records import Step
 from mlstate.errors import CapacityError
 
 

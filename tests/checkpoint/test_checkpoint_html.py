@@ -10,9 +10,10 @@ from html_page import Page
 
 import mlstate
 from mlstate import StoreError
-from mlstate.checkpoint import LoadedState, Problem, VerifyReport, save_async
+from mlstate.checkpoint import LoadedState, VerifyReport, save_async
 from mlstate.checkpoint._pages.html import manager_html
 from mlstate.checkpoint._pages.table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
+from mlstate.checkpoint.records import Problem
 
 MOST_BYTES = 30_000
 

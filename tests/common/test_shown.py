@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 from html_page import Page
 
-from mlstate.activation import (
-    ActivationManager,
-    Chain,
-    Finding,
-    IntervalStrategy,
-    Plan,
-    RecomputeReport,
-    pareto,
-)
-from mlstate.checkpoint import Problem, VerifyReport
-from mlstate.coreml import StateMove, TransitionPlan
-from mlstate.fsdp import BackwardReport, Bucket, GradientReport, Mismatch
+from mlstate.activation import ActivationManager, Chain, IntervalStrategy, Plan, pareto
+from mlstate.activation.records import Finding, RecomputeReport
+from mlstate.checkpoint import VerifyReport
+from mlstate.checkpoint.records import Problem
+from mlstate.coreml.records import StateMove, TransitionPlan
+from mlstate.fsdp.records import BackwardReport, Bucket, GradientReport, Mismatch
 from mlstate.kv import CacheEntry, CacheSpec
 from mlstate.state import CompatibilityResult, diff
 

@@ -18,7 +18,6 @@ import mlstate
 from mlstate import kv
 from mlstate.coreml import (
     FakeMLState,
-    StateMove,
     StateShapeWarning,
     StateSpec,
     StateSpecs,
@@ -27,6 +26,7 @@ from mlstate.coreml import (
     state_specs,
     transition_coreml_state,
 )
+from mlstate.coreml.records import StateMove
 from mlstate.errors import CapacityError, CompatibilityError, FormatError, StoreError
 
 F16 = np.dtype(np.float16)

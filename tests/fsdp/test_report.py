@@ -8,7 +8,8 @@ from gradient_model import Model, backward, hook_of, run, units_of
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, BackwardReport, Bucket, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp.records import BackwardReport, Bucket
 from mlstate.plot import plot_backward, plot_shards
 
 pytestmark = pytest.mark.timeout(60)

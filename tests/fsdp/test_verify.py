@@ -14,7 +14,8 @@ from gradient_model import (
 )
 
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientReport, Mismatch
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp.records import GradientReport, Mismatch
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,7 +15,8 @@ from traced_memory import traced
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError, _core
-from mlstate.kv import CacheEntry, CacheSpec, CacheState, QuantizationLoss
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
+from mlstate.kv.records import QuantizationLoss
 
 DTYPES = ["float16", "bfloat16", "float32"]
 BITS = [2, 3, 4, 5, 6, 8]

@@ -12,8 +12,9 @@ from kv_model import assert_refused, assert_same_bits, dtype_of
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import CacheEntry, CacheSpec, CacheState, Snapshot
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
 from mlstate.kv._snapshot import History
+from mlstate.kv.records import Snapshot
 
 FULL = CacheEntry("full", "full", (2, 24, 1), "int64")
 CODES = CacheEntry("codes", "quantized", (24, 8), "float32", 0, bits=8, group=8)

@@ -7,13 +7,8 @@ import pytest
 from kv_model import mask_by_loop
 
 from mlstate import CapacityError, CompatibilityError
-from mlstate.kv import (
-    CombinedStrategy,
-    ContextLadder,
-    LadderStep,
-    compact_kv_state,
-    transition_kv_state,
-)
+from mlstate.kv import CombinedStrategy, ContextLadder, compact_kv_state, transition_kv_state
+from mlstate.kv.records import LadderStep
 
 STRATEGY = CombinedStrategy(prefill=512, generate=(256, 128), expand_at=256)
 

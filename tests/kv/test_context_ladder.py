@@ -12,12 +12,8 @@ from hypothesis import strategies as st
 from tries import tries
 
 from mlstate import CapacityError
-from mlstate.kv import (
-    ContextLadder,
-    LadderStep,
-    create_causal_mask,
-    create_decode_mask,
-)
+from mlstate.kv import ContextLadder, create_causal_mask, create_decode_mask
+from mlstate.kv.records import LadderStep
 
 SIZES = (512, 1024, 2048, 3072, 4096)
 

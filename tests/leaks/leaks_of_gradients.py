@@ -171,13 +171,13 @@ def spot_checks(_):
 
 @case("BackwardReport", "Bucket", "GradientReport", "Mismatch")
 def gradient_reports(_):
-    bucket = fsdp.Bucket(("w",), 8, 1.0, 1.0, 2.0, 3.0, (0.0, 0.5))
-    wrong = [fsdp.Mismatch("w", 0, None, "a gradient", "none")]
+    bucket = fsdp.records.Bucket(("w",), 8, 1.0, 1.0, 2.0, 3.0, (0.0, 0.5))
+    wrong = [fsdp.records.Mismatch("w", 0, None, "a gradient", "none")]
 
     def use():
-        report = fsdp.BackwardReport([("w", 0.0)], 2.0, [bucket, bucket])
+        report = fsdp.records.BackwardReport([("w", 0.0)], 2.0, [bucket, bucket])
         str(report), report._repr_html_(), report.straggler
-        mismatch_report = fsdp.GradientReport(wrong, 1, 1e-5)
+        mismatch_report = fsdp.records.GradientReport(wrong, 1, 1e-5)
         str(mismatch_report), mismatch_report._repr_html_(), bool(mismatch_report)
 
     return use, [bucket, wrong]

@@ -49,11 +49,11 @@ def measured(_):
 @case("check", "Finding", "RecomputeReport", calls=40)
 def checked(_):
     model, x = model_and_sample()
-    finding = activation.Finding("0", "weight", "values", "differs")
+    finding = activation.records.Finding("0", "weight", "values", "differs")
 
     def use():
         assert activation.check(model, None, x)
-        report = activation.RecomputeReport([finding], ["0"])
+        report = activation.records.RecomputeReport([finding], ["0"])
         assert not report
         return str(report), repr(report), report._repr_html_()
 

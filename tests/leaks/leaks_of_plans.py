@@ -61,8 +61,8 @@ def plans(_):
             )
             assert len(plan.kept) + len(plan.recomputed) <= len(plan.steps())
         activation.plan(chain, chain.plain_peak_bytes)
-        activation.Simulation(*plan.simulate())
-        activation.Step("save", 1)
+        activation.records.Simulation(*plan.simulate())
+        activation.records.Step("save", 1)
 
     return use, [chain, *chain._arrays[:8]]
 
@@ -92,7 +92,7 @@ def curves(_):
             curve = activation.pareto(chain, slots=slots)
             assert len(list(curve)) == len(curve)
             curve.plan(0), repr(curve), str(curve), curve._repr_html_()
-        activation.Pareto(chain)
+        activation.records.Pareto(chain)
 
     return use, [chain, *chain._arrays[:8]]
 

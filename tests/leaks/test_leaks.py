@@ -533,7 +533,7 @@ def ranks_of_a_test(_):
     "TensorDigest",
     "DigestDiff",
     *with_members("Digest", "diff to_json from_json"),
-    *methods(state.DigestDiff),
+    *methods(state.records.DigestDiff),
 )
 def digests(_):
     array, other = np.arange(12.0).reshape(3, 4), np.arange(12.0).reshape(4, 3).T

@@ -9,7 +9,8 @@ import pytest
 import mlstate
 from mlstate import plot
 from mlstate.activation import Chain, IntervalStrategy, Plan, SelectiveStrategy, pareto
-from mlstate.checkpoint import SaveTimes, reshard, save_async
+from mlstate.checkpoint import reshard, save_async
+from mlstate.checkpoint.records import SaveTimes
 from mlstate.plot import plot_checkpoint, plot_occupancy, plot_pareto, plot_plan, plot_saves
 
 pytest.importorskip("matplotlib", reason="matplotlib draws")

@@ -15,7 +15,7 @@ from golden.pickled_objects import PUBLIC
 import mlstate
 from mlstate._common.set_module import set_module
 from mlstate.checkpoint import Layout
-from mlstate.state import Difference
+from mlstate.state.records import Difference
 
 INTERNAL = ("mlstate.cli", "mlstate.demo")
 RE_EXPORTS = {  # every other name is defined by the module that exports it
@@ -107,7 +107,7 @@ def test_methods_report_the_module_of_their_class(module, name, thing):
     [
         ("_sharding.layout", "checkpoint"),
         ("_safetensors", "checkpoint"),
-        ("kv._transition_plan", "coreml"),
+        ("kv._transition_plan", "coreml.records"),
     ],
 )
 def test_names_of_another_folder_report_it_before_it_is_imported(file, module):

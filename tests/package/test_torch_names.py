@@ -3,14 +3,12 @@
 from mlstate.integrations import torch as integration
 
 PUBLIC = [
-    "MemoryUse",
-    "PlanUse",
     "PlannedModel",
-    "StepUse",
     "TorchGroup",
     "all_reduce_with",
     "measure_peak",
     "measure_plan",
+    "records",
     "reduce_scatter_with",
 ]
 

@@ -15,7 +15,6 @@ from tries import tries
 from mlstate import CompatibilityError, OptimizerStateDict, StateDict
 from mlstate.state import (
     CompatibilityResult,
-    Difference,
     check_compatibility,
     diff,
     get_missing_keys,
@@ -23,6 +22,7 @@ from mlstate.state import (
     keys_match,
     shapes_match,
 )
+from mlstate.state.records import Difference
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
 

@@ -13,8 +13,9 @@ from tries import tries
 import mlstate
 from mlstate import CompatibilityError, FormatError, _core
 from mlstate.checkpoint import Layout, Shard
-from mlstate.state import Digest, DigestDiff, TensorDigest
+from mlstate.state import Digest
 from mlstate.state._digest import boxes_of
+from mlstate.state.records import DigestDiff, TensorDigest
 from mlstate.testing import run_ranks
 
 LANE = 1 << 64

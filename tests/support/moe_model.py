@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from mlstate import _core
-from mlstate.checkpoint import Layout, LoadPlan, Shard, plan_load, plan_save
+from mlstate.checkpoint import Layout, Shard, plan_load, plan_save
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles, patterns_of
 from mlstate.checkpoint._store.index_patterns import with_patterns
 from mlstate.checkpoint._store.manifest import IndexRecord, Manifest, build
 from mlstate.checkpoint._store.open_path import open_files
+from mlstate.checkpoint.records import LoadPlan
 
 HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 7168, 2048, 384, 61, 163840
 STATES = ("m", "master", "v")

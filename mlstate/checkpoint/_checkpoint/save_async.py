@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class SaveTimes(NamedTuple):
     """Times of an asynchronous save; see `SaveHandle.times`.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class FileRead(NamedTuple):
     """The bytes that a load would read of one shard.
 
@@ -36,7 +36,7 @@ class FileRead(NamedTuple):
 
     Examples
     --------
-    >>> from mlstate.checkpoint import FileRead
+    >>> from mlstate.checkpoint.records import FileRead
     >>> FileRead("params/w.0-1.safetensors", 4096, 4128, 32).nbytes
     32
     """
@@ -47,7 +47,7 @@ class FileRead(NamedTuple):
     nbytes: int
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class LoadPlan(NamedTuple):
     """The files and bytes that a load would read.
 

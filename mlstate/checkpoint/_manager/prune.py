@@ -1,16 +1,16 @@
-"""`prune`: files and old steps of a folder that it deletes, a dry run of it, its report."""
+"""`prune`: files and old steps of a folder that it deletes, and a dry run of it."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..._common.arguments import check_flags, check_int
 from ..._common.set_module import set_module
-from ..._common.text import bytes_text, count_text
 from .._folder.protocol import NoExclusion, exclusion_of
 from .._options import check_timeout
+from .._records import PruneReport
 from .._store.open_path import open_files
 from .manager import CheckpointManager
 
@@ -19,55 +19,6 @@ if TYPE_CHECKING:
 
     from .._folder.names import Root
     from .._store.checkpoint_files import CheckpointFiles
-
-
-@set_module("mlstate.checkpoint")
-class PruneReport(NamedTuple):
-    """The steps and files that `prune` deleted, or would delete.
-
-    Attributes
-    ----------
-    path : str
-        The folder.
-    dry_run : bool
-        Whether this was a dry run, which deletes nothing.
-    steps : list of int or None
-        Deleted steps, oldest first; None for a step that cannot be read.
-    kept : list of int or None
-        Steps that stay.
-    files : dict of str to int
-        Sizes in bytes of deleted files, by their paths in the folder.
-
-    Examples
-    --------
-    >>> import tempfile, numpy as np, mlstate
-    >>> from mlstate.checkpoint import prune
-    >>> path = tempfile.mkdtemp() + "/ckpt"
-    >>> _ = mlstate.save(path, {"w": np.ones(3)})
-    >>> prune(path).files
-    {}
-    """
-
-    path: str
-    dry_run: bool
-    steps: list[int | None]
-    kept: list[int | None]
-    files: dict[str, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the deleted files."""
-        return sum(self.files.values())
-
-    def _title(self) -> str:
-        """Return one line: the files that were or would be deleted, and their bytes."""
-        done = "would delete" if self.dry_run else "deleted"
-        count = len(self.files)
-        amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
-        return f"{done} {amount if count else 'nothing'}"
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self._title()}"
 
 
 def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:

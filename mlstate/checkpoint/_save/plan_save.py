@@ -18,7 +18,7 @@ from .replica_assignment import by_section, whole_names
 _GENERATION = "0" * 16  # as long as a save's
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class SavePlan(NamedTuple):
     """The shards, files and bytes that one rank of a save would write.
 

@@ -17,7 +17,7 @@ _ROWS = 200  # of a text
 _COLUMNS = ["unit", "tier", "bytes [B]", "arrays", "uses [n]", "lately [.1f]"]
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class TierRecord(NamedTuple):
     """One unit of a `TierReport`.
 
@@ -53,7 +53,7 @@ class TierRecord(NamedTuple):
     lately: float
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class Traffic(NamedTuple):
     """Totals of all moves from one tier to another.
 
@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
     seconds: float
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class TierReport:
     """Tiers, uses and moves of all units; see `TieredState.report`.
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..._common.budget import MemorySize
 
 
-@set_module("mlstate.checkpoint")
+@set_module("mlstate.checkpoint.records")
 class StateDicts(NamedTuple):
     """The two states of a `TieredState`, for `mlstate.save`.
 

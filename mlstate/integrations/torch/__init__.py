@@ -16,35 +16,34 @@ from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it 
 
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
+    from . import records
     from ._activation.apply_plan import PlannedModel
-    from ._activation.peak_memory import MemoryUse, measure_peak
-    from ._activation.step_memory import PlanUse, StepUse, measure_plan
+    from ._activation.peak_memory import measure_peak
+    from ._activation.step_memory import measure_plan
     from ._collectives.group import TorchGroup
     from ._gradients.ddp import all_reduce_with
     from ._gradients.fsdp2 import reduce_scatter_with
 
 __all__ = [
-    "MemoryUse",
-    "PlanUse",
     "PlannedModel",
-    "StepUse",
     "TorchGroup",
     "all_reduce_with",
     "measure_peak",
     "measure_plan",
+    "records",
     "reduce_scatter_with",
 ]
 
 # Loaded when they are first asked for: together they import most of mlstate.
 _NAMES = {
     "._activation.apply_plan": ("PlannedModel",),
-    "._activation.peak_memory": ("MemoryUse", "measure_peak"),
-    "._activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
+    "._activation.peak_memory": ("measure_peak",),
+    "._activation.step_memory": ("measure_plan",),
     "._collectives.group": ("TorchGroup",),
     "._gradients.ddp": ("all_reduce_with",),
     "._gradients.fsdp2": ("reduce_scatter_with",),
 }
-show_exports(globals(), _NAMES)
+show_exports(globals(), _NAMES, ["records"])
 
 _register()
 _register_framework("torch", _backend)

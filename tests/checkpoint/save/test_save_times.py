@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlstate import StoreError
-from mlstate.checkpoint import CheckpointManager, SaveTimes, save_async
+from mlstate.checkpoint import CheckpointManager, save_async
 from mlstate.checkpoint._save.job import add_wait
+from mlstate.checkpoint.records import SaveTimes
 
 SECONDS = 20
 

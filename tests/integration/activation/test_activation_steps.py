@@ -10,7 +10,8 @@ from planned_models import Cache, Cached, perceptron, pyramid, random_steps, seg
 from torch import nn  # noqa: E402
 
 from mlstate.activation import Chain, Plan, plan  # noqa: E402
-from mlstate.integrations.torch import PlanUse, StepUse, measure_plan  # noqa: E402
+from mlstate.integrations.torch import measure_plan  # noqa: E402
+from mlstate.integrations.torch.records import PlanUse, StepUse  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -19,7 +19,8 @@ from planned_models import (  # noqa: E402
 )
 from torch import nn  # noqa: E402
 
-from mlstate.activation import Plan, RecomputeReport, check  # noqa: E402
+from mlstate.activation import Plan, check  # noqa: E402
+from mlstate.activation.records import RecomputeReport  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"  # read by the library behind torch's profiler
 _NO_TRACEPOINTS = "6"  # it prints "USDT" lines at level 5
 
 
-@set_module("mlstate.integrations.torch")
+@set_module("mlstate.integrations.torch.records")
 class MemoryUse(NamedTuple):
     """Memory that torch allocated during a call; `measure_peak` returns it.
 

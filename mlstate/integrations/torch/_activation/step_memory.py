@@ -30,7 +30,7 @@ _HELD = "more: the model still holds what was dropped before its next block ran"
 _SEED = "more: the gradient of the result already exists"
 
 
-@set_module("mlstate.integrations.torch")
+@set_module("mlstate.integrations.torch.records")
 class StepUse(NamedTuple):
     """Peak memory of one step, part of a `PlanUse`.
 
@@ -50,7 +50,7 @@ class StepUse(NamedTuple):
 
     Examples
     --------
-    >>> from mlstate.integrations.torch import StepUse
+    >>> from mlstate.integrations.torch.records import StepUse
     >>> StepUse("save", 0, 96, 96, 96, "").measured_bytes
     96
     """
@@ -63,7 +63,7 @@ class StepUse(NamedTuple):
     why: str
 
 
-@set_module("mlstate.integrations.torch")
+@set_module("mlstate.integrations.torch.records")
 class PlanUse(Shown):
     """Peak memory of a plan, predicted and measured; `measure_plan` returns it.
 
@@ -76,7 +76,7 @@ class PlanUse(Shown):
 
     Examples
     --------
-    >>> from mlstate.integrations.torch import PlanUse, StepUse
+    >>> from mlstate.integrations.torch.records import PlanUse, StepUse
     >>> PlanUse([StepUse("save", 0, 96, 96, 95, ""), StepUse("backward", 0, 128, 96, 90, "")])
     <PlanUse: 128 B predicted, 96 B as run, 95 B measured>
     """
@@ -103,7 +103,7 @@ class PlanUse(Shown):
 
         Examples
         --------
-        >>> from mlstate.integrations.torch import PlanUse, StepUse
+        >>> from mlstate.integrations.torch.records import PlanUse, StepUse
         >>> why = "free already: activation 3"
         >>> print(PlanUse([StepUse("save", 1, 128, 96, 96, why)]).report().partition("step ")[0])
         128 B predicted, 96 B as run, 96 B measured
