@@ -32,6 +32,7 @@ _KEYWORDS = (
     ("epoch", "metadata", "pass metadata={'epoch': 3}"),
     ("loss", "metadata", "pass metadata={'loss': 0.25}"),
     ("metric", "metadata", "pass metadata={'loss': 0.25}"),
+    ("monitor", "step", "use CheckpointManager(path, monitor='loss').restore('best')"),
     ("dtype", "cast", ""),
     ("tol", "rtol", "rtol= and atol= are the tolerances"),
     ("tol", "ulps", "ulps= is the tolerance, in units of the last place"),

@@ -213,8 +213,6 @@ def verify(
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
     step: int | str | None = None,
-    monitor: str | None = None,
-    mode: str | None = None,
     names: str | Iterable[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
@@ -236,10 +234,8 @@ def verify(
         before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
-    step : int, "latest" or "best", optional
+    step : int or "latest", optional
         The step of a run. Default: the newest.
-    monitor, mode
-        As for `load`: which step is the best.
     names : str or iterable of str, optional
         Tensors, layers or globs, as for `load`. Only these tensors are read, one after the other
         into memory. Headers and other files are not looked at, and no step is marked as damaged.
@@ -290,11 +286,10 @@ def verify(
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
     only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    choice = (step, monitor, mode)
     with ProgressErrors(progress) as guarded:
         try:
             source = open_source(
-                path, storage_options, choice, only_local=only_local if repair else None
+                path, storage_options, step, only_local=only_local if repair else None
             )
         except (CompatibilityError, FormatError, StoreNotFoundError) as error:
             if repair or listed is not None or is_url(path):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .._common.local_path import local_path
 from .._common.report import Table
 from .._common.text import printable, shorten
+from ..checkpoint import CheckpointManager
 from ..checkpoint._folder.local import hub_hint
-from ..checkpoint._sources.open_source import Choice, open_source
-from ..checkpoint._steps.step_choice import check_choice
+from ..checkpoint._sources.open_source import open_source
 from ..checkpoint._store.open_path import is_url
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Usages: TypeAlias = "Mapping[str, Any]"
 
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
-NO_CHOICE: Choice = (None, None, None)
 _WIDTH = 120  # characters of a cell
 _TEXT = 200  # characters of a JSON value
 
@@ -117,17 +116,31 @@ def add_actions_of(commands: Commands, name: str, help_text: str) -> Commands:
     return parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
 
-def choice_of(arguments: argparse.Namespace, option: str = "step") -> Choice:
-    """Return step, monitor and mode that the user chose, None for those left out.
+def step_of(arguments: argparse.Namespace, path: str, option: str = "step") -> int | None:
+    """Return the step of the run at `path` that the user chose; None: the newest.
 
-    `option`: of the step. The newest step is None. A command may have several options for steps:
-    monitor and mode are of those with the value "best".
+    `option`: of the step. A command may have several options for steps: ``--monitor`` and
+    ``--mode`` are for those with the value "best". Raises ValueError if they have no use, or one of
+    the options lacks its metric.
     """
     step = getattr(arguments, option)
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
-    has_rules = step == "best" or "best" not in steps
-    rules = (arguments.monitor, arguments.mode) if has_rules else (None, None)
-    return None if step == "latest" else step, *rules
+    rules = {"monitor": arguments.monitor, "mode": arguments.mode}
+    for name, value in rules.items():
+        if value is not None and "best" not in steps:
+            raise ValueError(
+                f"--{name} {value} tells which step is the best: pass --step best too, or leave "
+                "it out"
+            )
+    if step != "best":
+        return None if step == "latest" else step
+    if arguments.monitor is None:
+        raise ValueError(
+            "--step best needs the metric: pass --monitor loss or another key of the metadata, "
+            "and --mode max if the largest is best"
+        )
+    find(path, "latest")  # raises if the path cannot have steps
+    return CheckpointManager(path, **rules).checkpoint("best").step
 
 
 # ---- finding the source ----
@@ -152,17 +165,16 @@ def bytes_of_files(path: str) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def find(path: str, choice: Choice = NO_CHOICE, format: str | None = None) -> Source:
+def find(path: str, step: int | str | None = None, format: str | None = None) -> Source:
     """Return what commands read at a path or URL; nothing but the kind of it is read.
 
-    `choice`: step, monitor and mode. `format`: read the path as this format; None: by its content.
+    `step`: None for the newest. `format`: read the path as this format; None: by its content.
     Raises StoreError or FormatError if nothing can be read, ValueError for a step of a path without
     steps.
     """
-    check_choice(*choice)
     if not is_url(path) and not os.path.islink(local_path(path)):
         stat_path(path)
-    return open_source(path, choice=choice, format=format)
+    return open_source(path, step=step, format=format)
 
 
 def kind_of(source: Source) -> str:

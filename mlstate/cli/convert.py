@@ -14,7 +14,7 @@ from ..checkpoint._convert.formats import FLAT
 from ..checkpoint._convert.formats import NAMES as FORMATS
 from ..checkpoint._files.parts import Selection
 from ..checkpoint._store.open_path import open_folder
-from ._common import Commands, add_arguments, add_command, choice_of, find, print_result, shared
+from ._common import Commands, add_arguments, add_command, find, print_result, shared, step_of
 from ._progress import progress_of
 
 if TYPE_CHECKING:
@@ -90,7 +90,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         _changes(arguments),
         {name: value for name, value in options.items() if value is not None},
     )
-    open_path = partial(find, choice=choice_of(arguments), format=arguments.source_format)
+    step = step_of(arguments, arguments.source)
+    open_path = partial(find, step=step, format=arguments.source_format)
     progress = partial(progress_of, "convert")
     written = convert(arguments.source, arguments.target, request, progress, open_path)
     sizes = {"model": written.model, "optimizer": written.optimizer}

@@ -10,10 +10,10 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
-    choice_of,
     find,
     print_result,
     shared,
+    step_of,
     step_usage,
 )
 from ._progress import progress_of
@@ -44,9 +44,8 @@ def add(commands: Commands) -> None:
 
 def run_diff(arguments: argparse.Namespace) -> int:
     """Compare the two paths and print the differences; return 1 if they differ, else 0."""
-    first, second = (
-        find(getattr(arguments, side), choice_of(arguments, f"{side}_step")) for side in _SIDES
-    )
+    paths = [(getattr(arguments, side), f"{side}_step") for side in _SIDES]
+    first, second = (find(path, step_of(arguments, path, option)) for path, option in paths)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
     progress = partial(progress_of, "compare")
     difference = diff_sources(first, second, arguments.names, progress, **tolerance)

@@ -12,10 +12,10 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
-    choice_of,
     find,
     print_result,
     shared,
+    step_of,
     step_usage,
 )
 from ._progress import progress_of
@@ -42,7 +42,7 @@ def _digest_of(arguments: argparse.Namespace, side: str) -> Digest:
     path = getattr(arguments, side)
     if path.endswith(".json") and Path(path).is_file():
         return Digest.from_json(Path(path).read_bytes())
-    source = find(path, choice_of(arguments, f"{side}_step"))
+    source = find(path, step_of(arguments, path, f"{side}_step"))
     return digest_of(source, partial(progress_of, "digest"))
 
 

@@ -16,11 +16,11 @@ from ._common import (
     Commands,
     add_arguments,
     add_command,
-    choice_of,
     find,
     kind_of,
     print_result,
     shared,
+    step_of,
     value_lines,
 )
 
@@ -168,7 +168,7 @@ def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the user's checkpoint or file; return 0."""
-    checkpoint = inspect(find(arguments.path, choice_of(arguments)))
+    checkpoint = inspect(find(arguments.path, step_of(arguments, arguments.path)))
     if arguments.json:
         return print_result(arguments, _checkpoint_data(checkpoint, arguments), ())
     return print_result(arguments, None, _lines(checkpoint, arguments))

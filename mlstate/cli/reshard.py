@@ -8,7 +8,7 @@ from .. import _core
 from .._common.text import bytes_text, count_text, names_hint
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, inspect, reshard
-from ._common import Commands, add_command, choice_of, find, print_result, shared
+from ._common import Commands, add_command, find, print_result, shared, step_of
 from ._progress import progress_of
 
 __all__ = ["add"]
@@ -73,7 +73,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)
-    source = find(arguments.source, choice_of(arguments))
+    source = find(arguments.source, step_of(arguments, arguments.source))
     with progress_of("reshard", lambda: inspect(source.fresh()).nbytes) as progress:
         resharded = reshard(
             source,

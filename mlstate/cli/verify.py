@@ -17,17 +17,16 @@ from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._verify import verify
 from ..errors import FormatError, MLStateError
 from ._common import (
-    NO_CHOICE,
     PATH_HELP,
     Commands,
     add_arguments,
     add_command,
     bytes_of_files,
-    choice_of,
     find,
     kind_of,
     print_result,
     shared,
+    step_of,
 )
 from ._progress import progress_of
 
@@ -192,10 +191,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
     path = arguments.path
     if arguments.names and (arguments.repair or arguments.all_steps):
         raise ValueError("--names cannot be used with --repair or --all-steps")
-    choice = choice_of(arguments)
+    step = step_of(arguments, path)
     source: Any = None
     with suppress(FormatError):  # unrecognized content may have checksums, and be verified
-        source = find(path, choice)
+        source = find(path, step)
     kind = "files" if source is None else kind_of(source)
     reports: dict[str | None, VerifyReport]
     if arguments.all_steps:
@@ -205,7 +204,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     else:
         with progress_of("verify", lambda: _bytes_of(source or path)) as progress:
             of_folder = verify(
-                path if choice == NO_CHOICE or source is None else source,
+                path if step is None or source is None else source,
                 repair=arguments.repair,
                 progress=progress,
                 names=arguments.names,

@@ -74,10 +74,8 @@ LOAD = {  # path, keywords, words of the error
     "layout": ("own", {"layout": "rows"}, "layout= requires rank="),
     "layout world": ("own", {**PART, "layout": Layout.rows(4)}, "4 parts for 2 ranks"),
     "step file": ("x.npz", {"step": 1}, "it has no steps"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
-    "monitor step": ("run", {"monitor": "loss", "step": 1}, "pass step='best'"),
-    "mode": ("run", {"mode": "max"}, "pass step='best'"),
-    "best": ("run", {"step": "best"}, "needs the metric: pass monitor='loss'"),
+    "monitor": ("run", {"monitor": "loss"}, r"CheckpointManager\(.*monitor=.*restore\('best'\)"),
+    "best": ("run", {"step": "best"}, r"CheckpointManager\(.*monitor=.*restore\('best'\)"),
     "storage_options": ("own", {"storage_options": {}}, "storage_options are for URLs"),
     "storage_options file": ("x.npz", {"storage_options": {}}, "storage_options are for URLs"),
 }
@@ -86,7 +84,6 @@ VERIFY = {
     "repair step": ("run", {"repair": True, "step": 1}, "without step="),
     "repair format": ("x.npz", {"repair": True}, "of another program"),
     "names format": ("x.npz", {"names": "w"}, "leave out names"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
     "storage_options": ("own", {"storage_options": {}}, "storage_options are for URLs"),
     "storage_options checksums": (
         "weights",
@@ -97,7 +94,6 @@ VERIFY = {
 PLAN = {
     "layout": ("own", {"layout": "rows"}, "layout= requires rank="),
     "step root": ("run", {"step": 1, "root": "roots/1.json"}, "pass only one of them"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
     "verify": ("own", {"verify": "first"}, "verify must be True or False"),
 }
 FOLLOW = {
@@ -124,7 +120,7 @@ def test_a_keyword_that_another_cancels_is_refused(call, row, paths):
 
 OPEN = {
     "step": {"step": 2},
-    "best": {"step": "best", "monitor": "loss"},
+    "best": {"step": "best"},
     "storage_options": {"storage_options": {}},
 }
 
@@ -259,9 +255,9 @@ HONOURED = {  # call, the result
     "progress mmap verify": (lambda p: progress_of(p / "weights", mmap=True, verify=False), 0),
     "progress format": (lambda p: progress_of(p / "x.npz"), WEIGHT.nbytes),
     "step names": (lambda p: bool(mlstate.verify(p / "run", step=1, names="w")), True),
-    "best": (lambda p: mlstate.load(p / "run", step="best", monitor="loss").step, 1),
+    "best": (lambda p: CheckpointManager(p / "run", monitor="loss").restore("best").step, 1),
     "best mode": (
-        lambda p: mlstate.load(p / "run", step="best", monitor="loss", mode="max").step,
+        lambda p: CheckpointManager(p / "run", monitor="loss", mode="max").restore("best").step,
         2,
     ),
     "latest": (lambda p: mlstate.load(p / "own", step="latest").states, STATES),

@@ -20,6 +20,7 @@ from thread_team import run_in_threads
 import mlstate
 from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, Staging, plan_load, prune, save_async
+from mlstate.checkpoint._manager import manager as manager_module
 from mlstate.checkpoint._store.open_path import RootPath, open_files
 from mlstate.testing import run_ranks
 
@@ -98,98 +99,65 @@ def test_a_step_saved_again_is_replaced(manager):
     assert same(state(7), manager.restore(2).model)
 
 
-def test_reads_take_the_best_step_by_its_metric(tmp_path, scored):
-    run = scored
+def test_reads_take_the_best_step_by_its_metric(scored):
     for mode, step in (("min", 1), ("max", 0)):
-        best = {"step": "best", "monitor": "loss", "mode": mode}
-        assert mlstate.load(run, **best).step == step
-        assert mlstate.verify(run, **best).step == step
-        assert mlstate.inspect(run, **best).step == step
-        planned = plan_load(run, **best)
-        assert [read.path for read in planned.reads] == [
-            read.path for read in plan_load(run, step=step).reads
-        ]
-        copy = mlstate.reshard(run, tmp_path / mode, layout="rows", world_size=2, **best)
-        assert copy.step == step
+        with CheckpointManager(scored, monitor="loss", mode=mode) as manager:
+            assert manager.restore("best").step == manager.checkpoint("best").step == step
+            assert manager.best_step() == step
 
 
-@pytest.mark.parametrize("deleted", ["data", "manifest"])
+def deleting(monkeypatch, run, calls, step=1):
+    """Let a writer delete a step after a number of calls have chosen it; return the choices."""
+    others = {file for root in (0, 2) for file in mlstate.inspect(run, step=root).files()}
+    own = [file for file in mlstate.inspect(run, step=step).files() if file not in others]
+    choices, lock = [], threading.Lock()
+
+    def choose(files, number):
+        with lock:
+            chosen = read_step(files, number)
+            choices.append(chosen[0].path)
+            if len(choices) == calls:
+                for file in (choices[0], *own):
+                    (run / file).unlink()
+        while len(choices) < calls:
+            time.sleep(0.001)
+        return chosen
+
+    read_step = manager_module.read_step
+    monkeypatch.setattr(manager_module, "read_step", choose)
+    return choices
+
+
 def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best(
-    scored, monkeypatch, deleted
+    scored, monkeypatch
 ):
-    from mlstate.checkpoint._sources import open_source
+    choices = deleting(monkeypatch, scored, 1)
+    loaded = CheckpointManager(scored, monitor="loss").restore("best", names=iter(["w"]))
+    assert loaded.step == 2 and list(loaded.model) == ["w"]
+    assert len(choices) == 2
 
-    run, choices = scored, []
-    data = run / next(iter(mlstate.inspect(run, step=1).files()))
 
-    def choose(files, *arguments):
-        root = choose_root(files, *arguments)
-        choices.append(root)
-        if len(choices) == 1:  # the reader is slower than the retention of the writer
-            if deleted == "data":
-                data.unlink()
-            else:
-                (run / root).unlink()
-        return root
-
-    choose_root = open_source.choose_root
-    monkeypatch.setattr(open_source, "choose_root", choose)
-    if deleted == "data":  # it is still listed: damage, no retention
-        with pytest.raises(mlstate.StoreError, match=r"params/segment"):
-            mlstate.load(run, step="best", monitor="loss")
-    else:
-        loaded = mlstate.load(run, step="best", monitor="loss", names=iter(["w"]))
-        assert loaded.step == 2 and list(loaded.model) == ["w"]
-        assert len(choices) == 2
+def test_a_best_step_with_a_missing_file_is_damaged(scored):
+    (scored / next(iter(mlstate.inspect(scored, step=1).files()))).unlink()
+    with pytest.raises(mlstate.StoreError, match=r"params/segment"):
+        CheckpointManager(scored, monitor="loss").restore("best")
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_ranks_together_choose_again_if_the_best_step_is_deleted(tmp_path, monkeypatch, number):
-    from mlstate.checkpoint._sources import open_source
-
     with CheckpointManager(tmp_path / "run", keep=None) as manager:
         for step, loss in enumerate([0.5, 0.2, 0.4]):
             states = {"seen": {"step": step}}
             manager.save(step, state(step), states=states, metadata={"loss": loss})
-    choices, lock = [], threading.Lock()
-
-    def choose(files, *arguments):
-        with lock:
-            choices.append(choose_root(files, *arguments))
-            if len(choices) == number:  # this rank chose it, or both did
-                (tmp_path / "run" / choices[0]).unlink()
-            root = choices[-1]
-        while len(choices) < 2:
-            time.sleep(0.001)
-        return root
+    deleting(monkeypatch, tmp_path / "run", number)  # this rank chose it, or both did
 
     def load(group):
         seen = {"step": 0}
-        best = {"step": "best", "monitor": "loss", "group": group}
-        loaded = mlstate.load(tmp_path / "run", **best, into={"states": {"seen": seen}})
+        manager = CheckpointManager(tmp_path / "run", monitor="loss")
+        loaded = manager.restore("best", group=group, into={"states": {"seen": seen}})
         return loaded.step, seen
 
-    choose_root = open_source.choose_root
-    monkeypatch.setattr(open_source, "choose_root", choose)
     assert run_ranks(2, load) == [(2, {"step": 2})] * 2
-
-
-def test_the_only_step_of_a_folder_can_be_the_best(tmp_path):
-    mlstate.save(tmp_path / "c", state(4), step=4, metadata={"loss": 0.5})
-    best = {"step": "best", "monitor": "loss"}
-    for call in (mlstate.load, mlstate.verify, mlstate.inspect):
-        assert call(tmp_path / "c", **best).step == 4
-    with pytest.raises(ValueError, match="no step has a number 'acc'"):
-        mlstate.load(tmp_path / "c", step="best", monitor="acc")
-    mlstate.save(tmp_path / "no step", state(4), metadata={"loss": 0.5})
-    with pytest.raises(ValueError, match="no step has a number 'loss'"):
-        mlstate.load(tmp_path / "no step", **best)
-
-
-def test_the_best_step_of_no_folder_says_that_there_is_none(tmp_path):
-    for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
-        with pytest.raises(mlstate.StoreError, match="there is no such folder"):
-            call(tmp_path / "absent", step="best", monitor="loss")
 
 
 def test_integers_beyond_floats_are_metrics(tmp_path):
@@ -203,26 +171,16 @@ def test_integers_beyond_floats_are_metrics(tmp_path):
 def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
     save_all(manager, 1)
     for call in (mlstate.load, mlstate.verify, mlstate.inspect, plan_load):
-        with pytest.raises(ValueError, match=r"pass monitor='loss'.*mode='max'"):
+        with pytest.raises(ValueError, match=r"run', monitor='loss'\)\.restore\('best'\)"):
             call(manager.directory, step="best")
-        for step in (None, 1):
-            with pytest.raises(ValueError, match=r"pass step='best' .*too"):
-                call(manager.directory, step=step, monitor="loss")
-            for mode in ("min", "max"):
-                with pytest.raises(
-                    ValueError, match=r"pass step='best' .* and monitor='loss' .*too"
-                ):
-                    call(manager.directory, step=step, mode=mode)
-        with pytest.raises(ValueError, match="no step has a number 'loss'"):
-            call(manager.directory, step="best", monitor="loss")
-        with pytest.raises(ValueError, match="mode must be 'min' or 'max'"):
-            call(manager.directory, step="best", monitor="loss", mode="low")
-        with pytest.raises(ValueError, match="'latest' or 'best'"):
+        with pytest.raises(ValueError, match="'newest'"):
             call(manager.directory, step="newest")
     with pytest.raises(ValueError, match=r"pass monitor='loss'.*mode='max'"):
         manager.restore("best")
-    with pytest.raises(ValueError, match=r"pass step='best' .* and monitor='loss' .*too"):
-        mlstate.reshard(manager.directory, "copy", layout="rows", world_size=2, mode="max")
+    with pytest.raises(ValueError, match="no step has a number 'loss'"):
+        CheckpointManager(manager.directory, monitor="loss").restore("best")
+    with pytest.raises(ValueError, match="mode must be 'min' or 'max'"):
+        CheckpointManager(manager.directory, monitor="loss", mode="low")
     with pytest.raises(ValueError, match="mode='max' needs monitor="):
         CheckpointManager(manager.directory, mode="max")
 

@@ -340,8 +340,6 @@ def inspect(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
-    monitor: str | None = None,
-    mode: str | None = None,
     storage_options: Mapping[str, object] | None = None,
 ) -> Checkpoint:
     """
@@ -352,10 +350,8 @@ def inspect(
     path : str or os.PathLike
         Anything that `load` reads. Of safetensors files, and folders of them, the headers are read;
         of formats without an index, such as ``.npz``, everything.
-    step : int, "latest" or "best", optional
+    step : int or "latest", optional
         The step of a run. Default: the newest.
-    monitor, mode
-        As for `load`: which step is the best.
     storage_options : mapping, optional
         As for `save`.
 
@@ -380,7 +376,7 @@ def inspect(
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    source = open_source(path, storage_options, (step, monitor, mode))
+    source = open_source(path, storage_options, step)
 
     def read() -> None:
         _ = source.index  # now: a writer may delete the indexes before their first use

@@ -22,7 +22,7 @@ from .._save.shards import GatheredShards
 from .._save.target import SaveFolder, SaveTarget, check_target
 from .._sections import STATES
 from .._sources.indexed import IndexedSource
-from .._sources.open_source import Choice, open_source
+from .._sources.open_source import open_source
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _open_both(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
-    choice: Choice,
+    step: int | str | None,
 ) -> tuple[IndexedSource, CheckpointFiles]:
     """Return the source, and the files of the target; `storage_options`: for those that are URLs.
 
@@ -121,7 +121,7 @@ def _open_both(
     """
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
-    old, new = open_source(source, options[0], choice), open_files(target, options[1])
+    old, new = open_source(source, options[0], step), open_files(target, options[1])
     if not isinstance(old, IndexedSource) or not old.has_index:
         raise ValueError(
             f"{old.path}: the format {old.format} has no index of its tensors: convert it by "
@@ -147,8 +147,6 @@ def reshard(
     layout: Layout | str,
     world_size: int | None = None,
     step: int | str | None = None,
-    monitor: str | None = None,
-    mode: str | None = None,
     pack_below_bytes: int = PACK_BELOW,
     overwrite: bool = False,
     progress: Callable[[int], object] | None = None,
@@ -172,10 +170,8 @@ def reshard(
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
         Number of ranks. Default: the number of parts of `layout`.
-    step : int, "latest" or "best", optional
+    step : int or "latest", optional
         The step of a run, in `source`. Default: the newest.
-    monitor, mode
-        As for `load`: which step is the best.
     pack_below_bytes : int, default 262144
         As for `save`.
     overwrite : bool, default False
@@ -242,7 +238,7 @@ def reshard(
             f"layout={layout!r} has 1 part for world_size={world_size}: pass world_size=1, or a "
             "layout that cuts, such as 'rows'"
         )
-    old, new = _open_both(source, target, storage_options, (step, monitor, mode))
+    old, new = _open_both(source, target, storage_options, step)
     content = new.content()
     refuse_existing(new.folder, overwrite)
     new.refuse_others(content)

@@ -135,8 +135,6 @@ def load(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
-    monitor: str | None = None,
-    mode: str | None = None,
     **options: Unpack[LoadOptions],
 ) -> LoadedState:
     """
@@ -154,13 +152,9 @@ def load(
         torch.distributed.checkpoint and DeepSpeed. For these ``mmap=True``, ``verify="first"``,
         ``missing``, and `into` with a group of several ranks are refused. Named states in them that
         cannot be read cause a `CheckpointWarning`.
-    step : int, "latest" or "best", optional
-        The step of a run, the folder of a `CheckpointManager`. Default: the newest.
-    monitor : str, optional
-        With ``step="best"``: the key of the metric in the metadata of the steps.
-    mode : {"min", "max"}, optional
-        With ``step="best"``: whether the smallest or the largest value of `monitor` is best.
-        Default: the smallest.
+    step : int or "latest", optional
+        The step of a run, the folder of a `CheckpointManager`, whose `restore` also takes "best".
+        Default: the newest.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any other
@@ -294,8 +288,7 @@ def load(
     if isinstance(path, RootPath):
         request = request._replace(written=path.written)
     only_local = ("mmap=True", "load without it") if request.options["mmap"] else None
-    choice, store = (step, monitor, mode), options.get("storage_options")
-    source = open_source(path, store, choice, only_local=only_local)
+    source = open_source(path, options.get("storage_options"), step, only_local=only_local)
     source.check(request.options)
     group, into = request.options["group"], request.options["into"]
     if group is not None and group.world_size > 1 and into is not None:

@@ -97,8 +97,6 @@ def plan_load(
     path: str | os.PathLike[str],
     *,
     step: int | str | None = None,
-    monitor: str | None = None,
-    mode: str | None = None,
     names: str | Iterable[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -117,7 +115,7 @@ def plan_load(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or its URL in an object store.
-    step, monitor, mode, names, rank, world_size, layout
+    step, names, rank, world_size, layout
         As for `load`.
     verify : bool, default True
         Whether the load verifies checksums: then whole blocks of 1 MiB are read.
@@ -159,7 +157,7 @@ def plan_load(
     listed = listed_names(names)
     if step is not None and root != MANIFEST:
         raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
-    source = open_source(path, storage_options, (step, monitor, mode))
+    source = open_source(path, storage_options, step)
     if not isinstance(source, IndexedSource) or not source.has_index:
         raise ValueError(f"{source.path}: a load of the format {source.format} reads all of it")
     if root != MANIFEST:

@@ -347,8 +347,12 @@ class CheckpointManager:
         >>> manager.checkpoint(5).step
         5
         """
-        root, manifest = read_step(self._checkpoints, self._number_of(step))
+        root, manifest = self._find(step)
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
+
+    def _find(self, step: int | str) -> tuple[Root, Manifest]:
+        """Return root and manifest of `step`; raises as `checkpoint`."""
+        return read_step(self._checkpoints, self._number_of(step))
 
     def _number_of(self, step: Any) -> int:
         """Return the number of `step`, also for "latest" and "best"; an int is not looked up.
@@ -828,9 +832,19 @@ class CheckpointManager:
         >>> manager.restore(1).model["w"]
         array([1., 1.])
         """
-        root, manifest = read_step(self._checkpoints, self._number_of(step))
+        root, manifest = self._find(step)
+
+        def choose() -> str:
+            """Find the best step again, because a writer deleted it for a better one."""
+            nonlocal root, manifest
+            root, manifest = self._find(step)
+            return root.path
+
+        chosen = RootPath(self._checkpoints, root.path, manifest)
+        if step == "best":
+            chosen = chosen._replace(choose=choose)
         try:
-            state = load(RootPath(self._checkpoints, root.path, manifest), **options)
+            state = load(chosen, **options)
             self._last_restored = state.step
             return state
         except FormatError as error:

@@ -140,7 +140,7 @@ class IndexedSource(Source):
         """Create the source of the file `root` in a folder; nothing is read.
 
         `manifest`: of the root, if it was read, or the damage found in it. `choose`: returns the
-        root again if it was deleted, as for ``step="best"``; None: the root is fixed.
+        root again if it was deleted, such as the best step; None: the root is fixed.
         """
         self.files = files
         self.path = files.path

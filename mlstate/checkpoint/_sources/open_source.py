@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ..._common.caller import find_caller
@@ -17,7 +16,7 @@ from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.protocol import require_local
 from .._folder.weight_names import weights_root
-from .._steps.step_choice import choose_root
+from .._steps.step_choice import find_root
 from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import FILE_SUFFIXES, RootPath, open_folder, refuse_format
 from .._store.weight_files import listed
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from .._store.manifest import Manifest
     from .protocol import Source
 
-Choice = tuple[Any, Any, Any]  # step=, monitor=, mode=
-_NO_CHOICE: Choice = (None, None, None)
-
 
 def is_source(value: object) -> TypeGuard[Source]:
     """Return whether an internal caller passes an opened source instead of a path."""
@@ -42,50 +38,48 @@ def is_source(value: object) -> TypeGuard[Source]:
 def open_source(
     path: Any,
     storage_options: Mapping[str, Any] | None = None,
-    choice: Choice = _NO_CHOICE,
+    step: int | str | None = None,
     *,
     format: str | None = None,
     only_local: tuple[str, str] | None = None,
 ) -> Source:
     """Return the source of a local path, a URL, or an internal caller's `RootPath` or source.
 
-    `choice`: step, monitor and mode of a run. `format`: read the path as this format. `only_local`:
-    the caller's use that needs local files, and the remedy. Raises StoreError if nothing is
-    there, FormatError for content that mlstate does not read, and ValueError for a step of a path
-    without steps, or a URL of what must be local.
+    `step`: of a run; None: the newest. `format`: read the path as this format. `only_local`: the
+    caller's use that needs local files, and the remedy. Raises StoreError if nothing is there,
+    FormatError for content that mlstate does not read, and ValueError for a step of a path without
+    steps, or a URL of what must be local.
     """
     is_open = isinstance(path, RootPath) or is_source(path)
-    if is_open and (choice != _NO_CHOICE or storage_options is not None):
+    if is_open and (step is not None or storage_options is not None):
         raise ValueError(
-            f"{os.fspath(path)}: this checkpoint is open, and its step is chosen: pass step=, "
-            "monitor=, mode= and storage_options= with the path"
+            f"{os.fspath(path)}: this checkpoint is open, and its step is chosen: pass step= "
+            "and storage_options= with the path"
         )
     files = getattr(path, "files", None)  # of an internal caller's source or root
     folder = open_folder(path, storage_options, reads=True) if files is None else files.folder
     if only_local is not None:
         require_local(folder, *only_local)
     if isinstance(path, RootPath):
-        return IndexedSource(path.files, path.root, path.manifest)
+        return IndexedSource(path.files, path.root, path.manifest, path.choose)
     if is_open:
         return path.fresh()  # type: ignore[no-any-return]
     source: Source
     if not folder.is_local:
-        source = _open_store(CheckpointFiles(folder), choice, format)
+        source = _open_store(CheckpointFiles(folder), step, format)
     elif format in (None, "mlstate") and folder.exists(MANIFEST):
         source = IndexedSource(CheckpointFiles(folder))
     else:
         from .open_foreign import open_foreign  # most loads are of checkpoints of mlstate
 
         source = open_foreign(folder.path, format)
-    if choice == _NO_CHOICE:
+    if step is None:
         return source
     if not isinstance(source, IndexedSource) or source.format != "mlstate":
         is_file = folder.file or os.path.isfile(folder.path)
         what = "one file" if is_file else f"of the format {source.format}"
         raise ValueError(f"{path} is {what}: it has no steps; leave the step out")
-    choose = partial(choose_root, source.files, source.root, *choice)
-    # "best" chooses again if its step is deleted
-    return IndexedSource(source.files, choose(), None, choose if choice[0] == "best" else None)
+    return IndexedSource(source.files, find_root(source.files, step))
 
 
 def known_source(path: str, format: str, root: str, manifest: Manifest) -> Source:
@@ -117,7 +111,9 @@ _INDEXED: dict[str, type[IndexedSource]] = {
 # ---- stores ----
 
 
-def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> IndexedSource:
+def _open_store(
+    files: CheckpointFiles, step: int | str | None, format: str | None
+) -> IndexedSource:
     """Return the source of a URL; its manifest is read, unless a step is chosen.
 
     Raises StoreError if there is neither a checkpoint nor weights, ValueError for a format whose
@@ -128,7 +124,7 @@ def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> I
         refuse_format(folder, format)
     if folder.file:
         return weights_source(files, folder.file)
-    if choice != _NO_CHOICE:
+    if step is not None:
         return IndexedSource(files)
     manifest: Manifest | FormatError
     try:

@@ -1,4 +1,4 @@
-"""Which step `step=`, "latest", "best", `monitor=`, `mode=` mean; which save of a step counts."""
+"""Which step `step=` and "latest" mean, and which is the best; which save of a step counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from ..._common.store_error import store_error
 from ..._common.text import steps_text
 from ...errors import FormatError, StoreNotFoundError
 from .._folder.names import MANIFEST, Root
-from .retention import check_retention
 
 if TYPE_CHECKING:
     from .._store.checkpoint_files import CheckpointFiles
@@ -72,60 +71,9 @@ def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
     return ranking[0] if ranking else None
 
 
-def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[Root, Manifest]:
-    """Return root and manifest of the step with the best metric.
-
-    `monitor`: key of the metric in the metadata. `mode`: "min" or "max"; None: "min". In a folder
-    without steps, its only checkpoint is the best. Raises ValueError if no step has the metric, or
-    the path cannot have steps.
-    """
-    rules = check_retention(None, monitor, mode, None, None)
-    roots = read_roots(files)
-    if not roots:
-        manifest = files.read_manifest()
-        roots = [(Root(0, manifest.generation, MANIFEST), manifest)]  # 0: not compared with others
-    best = best_of(roots, rules)
-    if best is None:
-        raise no_metric(files.path, monitor)
-    return best
-
-
 def no_metric(path: str, monitor: str | None) -> ValueError:
     """Return the error of a run without the metric of ``step="best"``."""
     return ValueError(f"{path}: no step has a number {monitor!r} in its metadata")
-
-
-def check_choice(step: int | str | None, monitor: str | None, mode: str | None) -> None:
-    """Raise ValueError if `monitor` and `mode` do not fit the step: "best" alone has them."""
-    best = "step='best' (--step best on the command line)"
-    metric = "monitor='loss' (--monitor loss on the command line)"
-    if step == "best" and monitor is None:
-        raise ValueError(
-            f"{best} needs the metric: pass {metric} or another key of the metadata, and "
-            "mode='max' (--mode max on the command line) if the largest is best"
-        )
-    needed = f"{best} and {metric}" if monitor is None else best
-    for name, value in (("monitor", monitor), ("mode", mode)):
-        if step != "best" and value is not None:
-            raise ValueError(
-                f"{name}={value!r} (--{name} {value} on the command line) tells which step is the "
-                f"best: pass {needed} too, or leave it out"
-            )
-
-
-def choose_root(
-    files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str | None
-) -> str:
-    """Return the path of the manifest to load for `step`; `root` itself if `step` is None.
-
-    `step`: a number, "latest" or "best". `monitor`, `mode`: the metric that "best" compares, and
-    only that. Raises ValueError if they do not fit each other.
-    """
-    check_choice(step, monitor, mode)
-    if step == "best":
-        assert monitor is not None
-        return find_best(files, monitor, mode)[0].path
-    return root if step is None else find_root(files, step)
 
 
 def find_root(files: CheckpointFiles, step: int | str) -> str:
@@ -134,8 +82,14 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     In a folder without steps, the only checkpoint is found by its step. Raises StoreError if the
     step is missing, ValueError for another text or a path that cannot have steps.
     """
+    if step == "best":
+        raise ValueError(
+            "step='best' needs the metric, which belongs to the run: "
+            f"CheckpointManager({files.path!r}, monitor='loss').restore('best') loads the step "
+            "with the smallest loss in its metadata, and best_step() is its number"
+        )
     if isinstance(step, str) and step != "latest":
-        raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
+        raise ValueError(f"step must be an int or 'latest', got {step!r}")
     if step == "latest":
         return MANIFEST
     step = check_int("step", step, -1 << 63)  # a negative step does not exist: a clearer error

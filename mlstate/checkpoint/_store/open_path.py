@@ -16,7 +16,7 @@ from .._folder.weight_names import is_weights_root
 from .checkpoint_files import CheckpointFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from .manifest import Manifest
 
@@ -165,6 +165,7 @@ class RootPath(NamedTuple):
     # targets that an earlier, failed load has written in part: state and name
     written: set[tuple[str, str]] | None = None
     report: dict[str, Any] | None = None  # of a save: what this rank wrote
+    choose: Callable[[], str] | None = None  # another root, if this one is deleted
 
     def __fspath__(self) -> str:
         return self.files.path

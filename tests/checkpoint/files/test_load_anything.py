@@ -351,7 +351,7 @@ def test_steps_are_chosen(tmp_path):
     assert mlstate.inspect(tmp_path, step=1).step == mlstate.verify(tmp_path, step=1).step == 1
     with pytest.raises(FileNotFoundError):
         mlstate.load(tmp_path, step=7)
-    for wrong, text in (("best", "monitor"), ("last", "latest")):
+    for wrong, text in (("best", "CheckpointManager"), ("last", "latest")):
         with pytest.raises(ValueError, match=text):
             mlstate.load(tmp_path, step=wrong)
     np.savez(tmp_path / "a.npz", w=np.ones(1))
