@@ -455,19 +455,3 @@ def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
     raise ValueError(
         f"layout must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {layout!r}{hint}"
     )
-
-
-def part_of_cutting(
-    cutting: Cutting, rank: int, layout: Steps, axes: tuple[int | None, ...] | None
-) -> tuple[Steps, int]:
-    """Return steps and index of the part of a stored tensor that `cutting` selects.
-
-    `rank`, `layout`: number of dimensions and stored layout. `axes`: the parameter's axis for each
-    axis, None for the same axes. A stored layout of one step is divided anew.
-    """
-    steps, index, world = cutting
-    if steps is not None:
-        return _core.layout_project(steps, index, rank, axes)
-    if world == 0 or len(layout) != 1:
-        return (), 0
-    return ((layout[0][0], world),), index

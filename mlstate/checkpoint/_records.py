@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import _core
 from .._common.set_module import set_module
 from .._common.text import bytes_text, count_text
 from .._sharding.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from .._sharding.layout import Cutting, Steps
 
 
 @set_module("mlstate.checkpoint.records")
@@ -65,6 +71,28 @@ class TensorRecord(NamedTuple):
     stored_nbytes: int
     sparse_shards: int
     codec: str | None
+
+
+def tensor_records(rows: Iterable[tuple[Any, ...]]) -> Iterator[TensorRecord]:
+    """Yield a record for each tensor, from the fields in an index; equal layouts are one object."""
+    layouts: dict[Steps, Layout] = {}
+    for fields in rows:
+        layout = layouts.get(fields[6]) or layouts.setdefault(fields[6], Layout(fields[6]))
+        yield TensorRecord._make((*fields[:6], layout, *fields[7:]))
+
+
+def part_of_record(record: TensorRecord, cutting: Cutting) -> tuple[Steps, int]:
+    """Return steps and index of the part of a stored tensor that `cutting` selects.
+
+    A stored layout of one step is divided anew.
+    """
+    steps, index, world = cutting
+    if steps is not None:
+        return _core.layout_project(steps, index, len(record.shape), record.axes)
+    stored = record.layout.steps
+    if world == 0 or len(stored) != 1:
+        return (), 0
+    return ((stored[0][0], world),), index
 
 
 @set_module("mlstate.checkpoint.records")

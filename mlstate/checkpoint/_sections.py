@@ -6,10 +6,9 @@ The names are the stored keys, except after a rename, and without the prefix of 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._sharding.layout import part_of_cutting
 from ..errors import CompatibilityError
 from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
@@ -17,30 +16,12 @@ from ..state._load_into import check_rules, unused_rules
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
-    from .._sharding.layout import Cutting, Steps
     from ._sources.protocol import Index
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
 OPTIMIZER_STATE = "optimizer"  # named state of one that a table of tensors cannot hold
 STATES = 2  # number of the section of named states
-
-
-class TensorRow(NamedTuple):
-    """The facts of an index about a stored tensor: the first fields of a `TensorRecord`."""
-
-    section: str
-    key: str
-    parameter: str
-    state: str | None
-    dtype: str
-    shape: tuple[int, ...]
-    layout: Steps
-    axes: tuple[int | None, ...] | None
-
-    def part(self, cutting: Cutting) -> tuple[Steps, int]:
-        """Return steps and index of the part that `cutting` selects."""
-        return part_of_cutting(cutting, len(self.shape), self.layout, self.axes)
 
 
 class Section:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .._types import NDArray
     from ._load.loader import Loader
-    from ._sections import TensorRow
+    from ._records import TensorRecord
     from ._sources.protocol import How
 
     # Shape of the whole tensor; then steps and index, or begin and end of a range of elements.
@@ -38,7 +38,7 @@ class TiedName(NamedTuple):
 
     where: str  # text of the target in errors
     section: int  # number
-    row: TensorRow  # of the stored tensor
+    row: TensorRecord  # of the stored tensor
     target: Any  # the memory
     place: Place  # the part of the tensor that it receives
 
@@ -77,7 +77,7 @@ def _is_equal(
     if is_one_view and place == second.place:
         # by checksums of all parts, if dtype, shape and layout are the same
         sums = [checksums.get(each.row[:2], {}) for each in pair]
-        is_whole = len(sums[0]) == len(sums[1]) == prod(parts for _, parts in first.row.layout)
+        is_whole = len(sums[0]) == len(sums[1]) == first.row.layout.parts
         if first.row[4:7] == second.row[4:7] and is_whole:
             if sums[0] == sums[1]:
                 return True

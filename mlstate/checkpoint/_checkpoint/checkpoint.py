@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ..._common.report import Table
 from ..._common.text import bytes_text, count_text, first_by_number, number_order
 from ..._common.wrong_calls import explained
-from ..._sharding.layout import Layout
 from ...errors import FormatError, MLStateError, StoreError, StoreNotFoundError
 from .._folder.names import SECTIONS
 from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, LoadOptions, show_options
 from .._quantized.parts import scheme_of
-from .._records import LayerRecord, ShardRecord, TensorRecord
+from .._records import LayerRecord, ShardRecord, TensorRecord, tensor_records
 from .._report import VerifyReport
 from .._sources.open_source import is_source, known_source, open_source
 from .._store.manifest import Manifest, build, parse
@@ -216,10 +215,7 @@ class Checkpoint:
         >>> [t.key for t in mlstate.save(path, {"b": np.ones(1), "a": np.ones(1)}).tensors()]
         ['a', 'b']
         """
-        return [
-            TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
-            for record in self._tensor_rows()
-        ]
+        return list(tensor_records(self._tensor_rows()))
 
     def _tensor_rows(self) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor, with the steps of its layout."""

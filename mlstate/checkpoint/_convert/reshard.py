@@ -15,7 +15,7 @@ from .._checkpoint.checkpoint import Checkpoint
 from .._compare.digest import has_digests, require_equal_copy
 from .._folder.names import SECTIONS
 from .._options import PACK_BELOW, SaveOptions, complete_save_options
-from .._records import TensorRecord
+from .._records import tensor_records
 from .._save.commit import Commit
 from .._save.content import WRITER
 from .._save.shards import GatheredShards
@@ -283,7 +283,7 @@ def reshard(
                 section_shards[STATES] = {**(section_shards[STATES] or {}), **whole_shards}
             return section_shards[0], section_shards[1], section_shards[2]
 
-        records = [TensorRecord(*record) for record in merged.tensors()]
+        records = list(tensor_records(merged.tensors()))
         options: SaveOptions = {
             "pack_below_bytes": pack_below_bytes,
             "sparse": any(record.sparse_shards for record in records),

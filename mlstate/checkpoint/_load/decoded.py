@@ -19,7 +19,8 @@ from .._quantized.pairs import WHOLE, box_of
 if TYPE_CHECKING:
     from ..._sharding.layout import Cutting, Steps
     from .._quantized.pairs import Pair, Shape
-    from .._sections import Section, TensorRow
+    from .._records import TensorRecord
+    from .._sections import Section
     from .loader import Loader
 
     Part: TypeAlias = tuple[Steps, int]
@@ -48,7 +49,7 @@ class Decoded(NamedTuple):
 class ScaleBlocks(NamedTuple):
     """The scales of all blocks that a rank's part of codes touches."""
 
-    row: TensorRow  # of all scales
+    row: TensorRecord  # of all scales
     slices: tuple[slice, ...]
     codes: str
 

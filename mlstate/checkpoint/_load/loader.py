@@ -20,7 +20,8 @@ from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
 from .._quantized.pairs import WHOLE, box_of
 from .._quantized.parts import pairs_of_sections, scale_parts
-from .._sections import OPTIMIZER, STATES, TensorRow, rename_sections, sections_of, state_name
+from .._records import TensorRecord, part_of_record, tensor_records
+from .._sections import OPTIMIZER, STATES, rename_sections, sections_of, state_name
 from .._sources.indexed import IndexedSource
 from .._states.containers import mapped
 from .._states.modules import shown_states
@@ -63,7 +64,7 @@ class Loader:
         self.options = options
         self.source = source
         self.folder = source.path  # for errors
-        self._grouped: tuple[Any, dict[Any, dict[str, TensorRow]]] = (None, {})  # see `rows`
+        self._grouped: tuple[Any, dict[Any, dict[str, TensorRecord]]] = (None, {})  # see `rows`
         self.how: How = {"verify": bool(options["verify"]), "progress": options["progress"]}
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
@@ -158,24 +159,23 @@ class Loader:
         arrays = self.load_keys(section.number, keys, cutting)
         return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
 
-    def rows(self, section: Section) -> dict[str, TensorRow]:
-        """Return the facts of the index about each tensor of a section, by key.
+    def rows(self, section: Section) -> dict[str, TensorRecord]:
+        """Return the record of each tensor of a section, by key.
 
         The tensors of all sections are grouped once for an index, so that many named states take
         linear time.
         """
         index = self.source.index
         if self._grouped[0] is not index:
-            groups: dict[Any, dict[str, TensorRow]] = {}
-            for fields in index.tensors():
-                row = TensorRow._make(fields[: len(TensorRow._fields)])
+            groups: dict[Any, dict[str, TensorRecord]] = {}
+            for row in tensor_records(index.tensors()):
                 name = state_name(row.key) if row.section == SECTIONS[STATES] else None
                 groups.setdefault((row.section, name), {})[row.key] = row
             self._grouped = index, groups
         return self._grouped[1].get((SECTIONS[section.number], section.state), {})
 
-    def rows_of(self, section: Section, names: Collection[str]) -> dict[str, TensorRow]:
-        """Return the facts of the index about the tensors `names` that it lists, by name."""
+    def rows_of(self, section: Section, names: Collection[str]) -> dict[str, TensorRecord]:
+        """Return the records of the tensors `names` that the index lists, by name."""
         rows, keys = self.rows(section), section.keys(names)
         return {name: rows[key] for name, key in zip(names, keys, strict=True) if key in rows}
 
@@ -256,7 +256,8 @@ class Loader:
         steps, _, world = self.request.cutting
         if steps is not None or not world:
             return self.request.cutting
-        cut, index = self.rows(section)[section.key_of(pair.codes)].part(self.request.cutting)
+        codes = self.rows(section)[section.key_of(pair.codes)]
+        cut, index = part_of_record(codes, self.request.cutting)
         return (pair.value_steps(cut), index, world) if cut else WHOLE
 
     def scale_parts(self, section: Section, names: Iterable[str]) -> dict[str, ScaleBlocks]:
@@ -275,9 +276,11 @@ class Loader:
             if (part := parts.get(old_names[name])) is None:
                 continue
             row, codes = (rows[section.key_of(each)] for each in (old_names[name], part.codes))
-            slices = part.slices(row.shape, box_of((*codes.part(cutting), 1), codes.shape))
-            box = box_of((*row.part(cutting), 1), row.shape)
-            is_saved_whole = cutting[0] is None and not row.layout
+            slices = part.slices(
+                row.shape, box_of((*part_of_record(codes, cutting), 1), codes.shape)
+            )
+            box = box_of((*part_of_record(row, cutting), 1), row.shape)
+            is_saved_whole = cutting[0] is None and not row.layout.steps
             if not is_saved_whole and (box.elements is not None or box.slices() != slices):
                 result[name] = ScaleBlocks(row, slices, part.codes)
         return result
@@ -433,7 +436,7 @@ def _is_whole(loader: Loader) -> bool:
     if any("ranks" in kind for kind in loader.states.values()):
         return False
     rows = [row for section in loader.sections[:STATES] for row in loader.rows(section).values()]
-    return bool(rows) and not any(row.layout for row in rows)
+    return bool(rows) and not any(row.layout.steps for row in rows)
 
 
 def load_new_state(request: LoadRequest, source: Source) -> LoadedState:

@@ -32,6 +32,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
 from .._quantized.pairs import WHOLE
+from .._records import part_of_record
 from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
 from .._states.excluded import Excluded
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from .._quantized.pairs import Pair
-    from .._sections import Section, TensorRow
+    from .._records import TensorRecord
+    from .._sections import Section
     from .._sources.protocol import How
     from .._states.modules import StoredEntries
     from .._states.restore import Action
@@ -257,7 +259,7 @@ class _Target:
         targets = self.filling.targets
         shards = {name: targets[name] for name in self.names if isinstance(targets[name], Shard)}
         for name, row in self.loader.rows_of(self.section, shards).items() if shards else ():
-            part = row.part(self.request.cutting)
+            part = part_of_record(row, self.request.cutting)
             refuse_other_part(self.section.label, name, shards[name], row.shape, part)
 
     def _stage_casts(self) -> None:
@@ -333,7 +335,7 @@ class _Target:
         if isinstance(self.cuts, list):
             place = self.cuts[self.names.index(name)]
         else:
-            place = row.shape, *row.part(self.cuts)
+            place = row.shape, *part_of_record(row, self.cuts)
         where = f"{self.section.label}[{name!r}]"
         return TiedName(where, self.section.number, row, array, place)
 
@@ -392,11 +394,11 @@ class _Target:
         )
         return backend_of(optimizer, CheckpointBackend).fill_optimizer(optimizer, optimizer_request)
 
-    def _shape_of(self, row: TensorRow) -> tuple[int, ...]:
+    def _shape_of(self, row: TensorRecord) -> tuple[int, ...]:
         """Return the shape of the part to load into a target that does not know its own part."""
         if self.request.by_target:
             return row.shape
-        steps, index = row.part(self.request.cutting)
+        steps, index = part_of_record(row, self.request.cutting)
         return Layout(steps).shape(row.shape, index)
 
 
