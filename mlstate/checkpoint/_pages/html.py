@@ -100,7 +100,7 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     `unfolded`: show the table at first.
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
-    sizes = f"{bytes_text(group.total)}, {group.tensors}"
+    sizes = f"{bytes_text(group.total)}, {count_text(group.count, 'tensor')}"
     summary = f"{_layer_bar(group.nbytes, columns, largest)}{label}<em>{sizes}"
     first = first_by_number(group.records, str, rows)
     state_headers = [f"{column} [B]" for column in columns]
@@ -115,7 +115,7 @@ def _hidden_layers(groups: Sequence[Group]) -> str:
     """Return the line that counts the layers that a page leaves out, with bytes and tensors."""
     size = bytes_text(sum(group.total for group in groups))
     layers = count_text(len(groups), "layer")
-    count = sum(len(records) for group in groups for records in group.records.values())
+    count = sum(group.count for group in groups)
     return f"<p>… {layers} more<em>{size}, {count_text(count, 'tensor')}</em>"
 
 

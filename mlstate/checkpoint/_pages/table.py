@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..._common.text import count_text, number_order
+from ..._common.text import number_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,16 +59,12 @@ class Group:
     name: str
     records: dict[str, list[TensorRecord]] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=Counter)  # by column
+    count: int = 0  # of tensors
 
     @property
     def total(self) -> int:
         """The bytes of all states."""
         return sum(self.nbytes.values())
-
-    @property
-    def tensors(self) -> str:
-        """The number of tensors as text."""
-        return count_text(sum(map(len, self.records.values())), "tensor")
 
     def parameter(self, name: str, columns: list[str]) -> Parameter:
         """Return a parameter with its tensors; `columns`: as `columns_of` returns them."""
@@ -116,4 +112,5 @@ def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group
             group = by_start[start] = groups.setdefault(name, Group(name))
         group.records.setdefault(record.parameter, []).append(record)
         group.nbytes[column_of(record, columns)] += record.nbytes
+        group.count += 1
     return sorted(groups.values(), key=lambda group: number_order(group.name))
