@@ -106,6 +106,7 @@ def explained(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
+        __tracebackhide__ = True  # pytest shows the caller
         try:
             return function(*args, **keywords)
         except TypeError as error:

@@ -76,8 +76,8 @@ class Publisher:
     """Publishes the weights of a model, step by step, for any number of `Follower`.
 
     A version is a checkpoint in the folder: an anchor has all weights, a delta has the elements
-    that changed since the version before. A version exists when `publish` returns, on disk, and
-    not before.
+    that changed since the version before. A version exists whole, on disk, at the latest when
+    `publish` returns, or not at all.
 
     Parameters
     ----------

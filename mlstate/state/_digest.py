@@ -368,7 +368,7 @@ def _join(name: str, parts: dict[int, Part]) -> TensorDigest:
     for field in ("dtype", "shape"):
         values = {rank: getattr(part, field) for rank, part in parts.items()}
         if len(set(values.values())) > 1:
-            raise _error(name, f"ranks have another {field}: {_listed(values)}")
+            raise _error(name, f"ranks have another {field}: {_listed(values)}{_PARTS}")
     _, shape, *_ = first = next(iter(parts.values()))
     copies: dict[tuple[Box, ...], dict[int, Lanes]] = {}
     for rank, part in parts.items():
@@ -390,6 +390,9 @@ def _join(name: str, parts: dict[int, Part]) -> TensorDigest:
     return TensorDigest(first.dtype, shape, value_of(total))
 
 
+_PARTS = "; wrap the part of a tensor: Shard(part, layout, rank, shape=whole_shape)"
+
+
 def _error(name: str, reason: str) -> CompatibilityError:
     """Return the error for a tensor."""
     return CompatibilityError(f"digest of {shorten(name, _NAME_CHARACTERS)!r}: {reason}", name=name)
@@ -407,7 +410,7 @@ def _odd_ranks(lanes: Mapping[int, Lanes]) -> str:
     """Return which ranks have other bits than most, for an error."""
     (usual, most), (_, second), *_ = [*Counter(lanes.values()).most_common(), (None, 0)]
     if most == second:
-        return f"the copies of ranks {join([*map(str, lanes)])} differ"
+        return f"the copies of ranks {join([*map(str, lanes)])} differ{_PARTS}"
     odd = [str(rank) for rank, value in lanes.items() if value != usual]
     names = f"rank {odd[0]}" if len(odd) == 1 else f"ranks {join(odd)}"
     return f"the copy of {names} differs from that of the other {most} ranks"

@@ -104,15 +104,14 @@ def _run_threads(world_size: int, function: Callable[..., Any], seconds: float) 
     """Implement `run_ranks` for threads; the first error ends the operations of all ranks."""
     groups = LocalGroup.threads(world_size, timeout=seconds)
     results: dict[int, Any] = {}
-    errors: list[BaseException] = []  # in the order in which ranks failed
+    errors: list[tuple[BaseException, str]] = []  # with a note, in the order of failures
 
     def work(group: LocalGroup) -> None:
         """Call the function as one rank, and keep its result or exception."""
         try:
             results[group.rank] = function(group)
         except BaseException as error:
-            error.add_note(f"in rank {group.rank}")
-            errors.append(error)
+            errors.append((error, f"in rank {group.rank}"))
             group.abort()  # so that no rank waits for this one
         group.close()
 
@@ -128,10 +127,15 @@ def _run_threads(world_size: int, function: Callable[..., Any], seconds: float) 
     late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if late and not errors:
         text = f"not done after {seconds:g} s: ranks {late} were at work still"
-        errors.append(failed("run_ranks", late[0], text))
+        errors.append((failed("run_ranks", late[0], text), ""))
     for rank in late:
         groups[rank].abort()
         threads[rank].join(GRACE_SECONDS)
     if errors:  # a CollectiveError is probably a consequence of another rank's error
-        raise min(errors, key=lambda error: isinstance(error, CollectiveError))
+        error, note = min(errors, key=lambda each: isinstance(each[0], CollectiveError))
+        if len({str(each) for each, _ in errors}) == 1 and len(errors) == world_size > 1:
+            note = "in all ranks"
+        if note:
+            error.add_note(note)
+        raise error
     return [results[rank] for rank in range(world_size)]

@@ -257,3 +257,12 @@ def test_ranks_end_with_the_program_that_started_them(end, tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split()):
         assert time.monotonic() < deadline, "a rank is left"
         time.sleep(0.01)
+
+
+def test_an_exception_of_all_ranks_names_none():
+    def failing(group):
+        raise ValueError("the same text")
+
+    with pytest.raises(ValueError, match="the same text") as caught:
+        run_ranks(3, failing)
+    assert caught.value.__notes__ == ["in all ranks"]

@@ -207,7 +207,8 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     -----
     Memory allocated before the call is not counted, nor is its release. For comparison with a
     plan: the plan counts the chain's input, which is allocated before the call. It does not
-    count gradients of parameters, so allocate these first (``zero_grad(set_to_none=False)``).
+    count gradients of parameters, so allocate these first (one backward pass, and then
+    ``zero_grad(set_to_none=False)``).
 
     On the CPU, the values come from torch's profiler and are exact to the byte for torch's
     allocator. If ``KINETO_LOG_LEVEL`` is not set and torch's profiler was not used before, its
