@@ -32,8 +32,8 @@ END
 platform=
 if getconf GNU_LIBC_VERSION >/dev/null 2>&1 && "$python" -c 'import auditwheel, ziglang' 2>/dev/null; then
     platform=manylinux_2_28_$(uname -m)
-    # gcc's own library has the variables by which a program asks for the kind of processor.
-    LDSHARED="$python -I -m ziglang cc -target $(uname -m)-linux-gnu.2.28 -shared"
+    # -nostdlib: gcc's library takes the place of ziglang's, which it would compile for a minute.
+    LDSHARED="$python -I -m ziglang cc -target $(uname -m)-linux-gnu.2.28 -shared -nostdlib -lc"
     LDSHARED+=" $(${CC:-cc} -print-libgcc-file-name)"
     export LDSHARED
 fi
