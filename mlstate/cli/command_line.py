@@ -168,7 +168,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         warnings.simplefilter("always", UserWarning)
         try:
             with ExitStack() as stack:
-                if arguments.quiet:
+                if getattr(arguments, "quiet", False):  # `demo` has no such option
                     null = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
                     stack.enter_context(redirect_stdout(null))
                     stack.enter_context(redirect_stderr(null))  # the progress
