@@ -16,6 +16,7 @@
 #include "arguments/args.h"
 #include "arguments/results.h"
 #include "array/array_view.h"
+#include "checkpoint/merged_index_object.h"
 #include "checkpoint/py_layout.h"
 #include "common/errors.h"
 #include "common/functions.h"
@@ -435,6 +436,31 @@ PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     return Py_BuildValue("(Nn)", capsule, (Py_ssize_t)bytes);
+}
+
+/* shards_shapes(items) -> {"params/w": shape, ...}: section and key of each tensor of
+ * which a shard is listed, and its whole shape */
+PyObject *core_shards_shapes(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    const mlspy_shard_items *items = mlspy_shard_items_of(args[0]);
+    PyObject *shapes = items == NULL ? NULL : PyDict_New();
+    for (size_t i = 0; shapes != NULL && i < items->list.count; i++) {
+        const mls_shard_item *item = &items->list.items[i];
+        PyObject *key = mlspy_merged_index_key(&item->id);
+        PyObject *name =
+            key == NULL
+                ? NULL
+                : PyUnicode_FromFormat("%s/%U", mls_section_name(item->id.section), key);
+        PyObject *shape = mlspy_sizes_tuple(item->shape, item->rank);
+        if (name == NULL || shape == NULL || PyDict_SetItem(shapes, name, shape) < 0) {
+            Py_CLEAR(shapes);
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(name);
+        Py_XDECREF(shape);
+    }
+    return shapes;
 }
 
 /* shards_overhead(items, compress) -> the most bytes that a background write of these
