@@ -46,7 +46,7 @@ help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
-	@$(RUN) -m mlstate demo --force
+	@$(RUN) -m mlstate demo --overwrite
 
 test: $(STAMP)-test $(MPI) $(READERS) install ## Run the tests: C, Python, torch, coremltools, Core AI and both MPIs.
 	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)

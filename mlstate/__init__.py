@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from .checkpoint._compare.diff import diff
     from .checkpoint._compare.digest import digest
+    from .checkpoint._convert.convert import convert
     from .errors import CapacityError as CapacityError
     from .errors import ChecksumError as ChecksumError
     from .errors import CollectiveError as CollectiveError
@@ -87,6 +88,7 @@ __all__ = [
     "checkpoint",
     "collectives",
     "compact_kv_state",
+    "convert",
     "coreai",
     "coreml",
     "diff",
@@ -152,6 +154,7 @@ _NAMES = {
     ),
     ".checkpoint._compare.diff": ("diff",),
     ".checkpoint._compare.digest": ("digest",),
+    ".checkpoint._convert.convert": ("convert",),
     ".errors": (
         "CapacityError",
         "ChecksumError",

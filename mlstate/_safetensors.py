@@ -10,6 +10,7 @@ from ._common.arguments import check_flags
 from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
+from ._common.overwrite import file_at, require_free, shapes_of
 from ._common.set_module import set_module
 from ._common.wrong_calls import explained
 from ._sharding.layout import Shard
@@ -67,6 +68,8 @@ def save_file(
     state: Mapping[str, object],
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool | None = None,
 ) -> None:
     """
     Write arrays to one safetensors file, atomically.
@@ -86,6 +89,9 @@ def save_file(
         permission bits, and must be writable; a new file has mode 0666 less the umask.
     metadata : mapping of str to str, optional
         Texts to store in the header. Keys that start with ``"mlstate."`` are reserved.
+    overwrite : bool, optional
+        Default: a file that this function wrote, with the same names and shapes, is replaced. True:
+        replace any file of tensors that `load` reads. False: replace nothing. See docs/files.md.
 
     Raises
     ------
@@ -103,7 +109,8 @@ def save_file(
     CapacityError
         Names and metadata take more than the 100 MB that the format allows.
     StoreError
-        The operating system refused: an `OSError` with its ``errno``.
+        The operating system refused: an `OSError` with its ``errno``. EEXIST: the path exists, and
+        `overwrite` does not replace it.
 
     Notes
     -----
@@ -140,8 +147,13 @@ def save_file(
     kind = describe(state)
     if kind is not None:
         texts[KEY] = kind
+    target = local_path(path)
+    existing = file_at(target)
+    require_free(
+        os.fsdecode(target), existing, overwrite, "safetensors", lambda: shapes_of(entries)
+    )
     with named_refusals(entries):
-        _core.file_save(local_path(path), tensors, tuple(texts.items()))
+        _core.file_save(target, tensors, tuple(texts.items()))
 
 
 def _recorded_index(path: str, record: Record) -> _core.MergedIndex:

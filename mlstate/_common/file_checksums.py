@@ -32,8 +32,8 @@ _MOST_DEPTH = 4  # of nested arrays and objects in it
 _MOST_SIZE = (1 << 63) - 1  # of a listed file
 _DIGITS = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
 _REMEDY = (
-    "verify=False reads the files without it, mlstate checksum --force writes it again from the "
-    "files as they are now"
+    "verify=False reads the files without it, mlstate checksum --overwrite writes it again from "
+    "the files as they are now"
 )
 
 

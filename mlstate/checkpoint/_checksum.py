@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._common.arguments import check_callback, check_flags
+from .._common.arguments import check_callback
 from .._common.atomic_file import Target
 from .._common.callback import Progress, ProgressErrors
-from .._common.file_checksums import BLOCK, NAME, build
+from .._common.file_checksums import BLOCK, FORMAT, NAME, build
 from .._common.file_kinds import is_damage
+from .._common.overwrite import Existing, refusal, require_free
 from .._common.regular_file import open_regular
 from .._common.set_module import set_module
 from .._common.store_error import os_errors, store_error
@@ -89,11 +90,27 @@ def _files_to_list(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
     return folder.path, names, os.path.join(folder.path, NAME)
 
 
+def _read_old(target: Target) -> bytes:
+    """Return the bytes of the target file; b"" without one, or if it is not regular."""
+    if not target.is_file:
+        return b""
+    with os_errors("cannot read the checksums", target.path), open_regular(target.path) as file:
+        return file.read()
+
+
+def _existing(old: bytes) -> Existing | None:
+    """Return the kind of the bytes of a target; None if there are none."""
+    if not old:
+        return None
+    is_own = FORMAT.encode() in old
+    return Existing(FORMAT, dict, foreign="" if is_own else "is not a file of checksums")
+
+
 @set_module("mlstate.checkpoint")
 def checksum(
     path: str | os.PathLike[str],
     *,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> dict[str, int]:
     """
@@ -111,8 +128,9 @@ def checksum(
         with a dot. Links to files are followed. Or one file, such as a ``.safetensors``, ``.pt``
         or ``.npz`` file, whose checksums are in the file with its name and
         ``.mlstate.checksums.json``.
-    overwrite : bool, default False
-        Replace existing checksums by new ones.
+    overwrite : bool, optional
+        Default: existing checksums stay as they are if the files still match them. True: replace
+        them, because you want the change. False: replace nothing. See docs/files.md.
     progress : callable, optional
         Called with the number of bytes read since the last call.
 
@@ -130,8 +148,8 @@ def checksum(
         The path is a file that is damaged by its content, such as a pointer of git-LFS or a page of
         HTML, or a file is a FIFO, socket or device.
     StoreError
-        The checksums exist (EEXIST), a file changes while it is read (EBUSY), or the operating
-        system refuses.
+        Checksums exist that differ (EEXIST), a file changes while it is read (EBUSY), or the
+        operating system refuses.
 
     Notes
     -----
@@ -151,19 +169,20 @@ def checksum(
     >>> [(p.kind, p.path) for p in mlstate.verify(folder).problems]
     [('changed', 'config.json')]
     """
-    check_flags(overwrite=overwrite)
     check_callback("progress", progress)
     folder, names, target_path = _files_to_list(path)
     target = Target.of(target_path, follow_links=False)
-    if target.entries and not overwrite:
-        text = "the checksums exist; overwrite=True (--force on the command line) writes new ones"
-        raise store_error(OSError(errno.EEXIST, text), "cannot write the checksums", target_path)
+    old = _read_old(target)
+    require_free(target_path, _existing(old), overwrite, FORMAT)
     entries = {}
     with ProgressErrors(progress) as guarded:
         for name in names:
             file_path = os.path.join(folder, name)
             with os_errors("cannot read the file", file_path):
                 entries[name] = _read_entry(file_path, guarded)
+    new = build(entries)
+    if old and overwrite is None and new != old:
+        raise refusal(target_path, "the files no longer match it")
     with os_errors("cannot write the checksums", target_path):
-        target.write_content(lambda file: file.write(build(entries)))
+        target.write_content(lambda file: file.write(new))
     return {name: entry["bytes"] for name, entry in entries.items()}

@@ -96,7 +96,12 @@ _SHARED: Usages = {
     "--mode": {"choices": ("min", "max"), "help": "which value is best (default: min)"},
     "--names NAME...": "only these tensors, layers or globs, such as 'layers.*.bias' (may be "
     "repeated)",
-    "--force": "replace an existing target, all steps of a run included",
+    "--overwrite": {
+        "action": "store_true",
+        "default": None,
+        "help": "replace a target that is not the same command's of the same tensors; all steps of "
+        "a run too",
+    },
     "--lock-timeout SECONDS": {
         "type": float,
         "default": 0.0,
@@ -158,6 +163,12 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
+def require_path(path: str) -> None:
+    """Raise as `stat_path` for a local path; a URL, and a link, are opened later."""
+    if not is_url(path) and not os.path.islink(local_path(path)):
+        stat_path(path)
+
+
 def bytes_of_files(path: str) -> int:
     """Return the bytes of a file, or of all files in a folder, for the progress."""
     place = Path(local_path(path))
@@ -172,8 +183,7 @@ def find(path: str, step: int | str | None = None, format: str | None = None) ->
     Raises StoreError or FormatError if nothing can be read, ValueError for a step of a path without
     steps.
     """
-    if not is_url(path) and not os.path.islink(local_path(path)):
-        stat_path(path)
+    require_path(path)
     return open_source(path, step=step, format=format)
 
 

@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Any
 from .._common.atomic_file import Target
 from .._common.dtypes import name_of
 from .._common.local_path import local_path, refuse_same_path
+from .._common.overwrite import file_at, require_free, shapes_of
 from .._common.report import Table
 from .._common.text import bytes_text, count_text
 from .._safetensors import save_file
-from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
 from ..integrations.mlx._prompt_caches import read_prompt
 from ..integrations.mlx._prompt_file import GENERATIONS, PromptFile, flatten_prompt
-from ._common import Commands, add_actions_of, add_command, print_result, stat_path, value_lines
+from ._common import (
+    Commands,
+    add_actions_of,
+    add_command,
+    print_result,
+    shared,
+    stat_path,
+    value_lines,
+)
 
 if TYPE_CHECKING:
     from ..integrations.mlx._layer_values import LayerValues
@@ -41,7 +49,7 @@ def add(commands: Commands) -> None:
         "source": "a prompt cache file of any version of mlx-lm",
         "target": "the file to write",
         "--to": {"choices": GENERATIONS, "default": GENERATIONS[-1], "help": text},
-        "--force": "replace an existing target",
+        **shared("--overwrite"),
         **no_verify,
     }
     text = "write a prompt cache file for another version of mlx-lm, with checksums"
@@ -153,10 +161,12 @@ def run_convert(arguments: argparse.Namespace) -> int:
     stat_path(arguments.source)
     source, target = (Path(local_path(each)) for each in (arguments.source, arguments.target))
     refuse_same_path(str(source), str(target))
-    start = begin_write(target, "safetensors", arguments.force)
-    assert isinstance(start, Target)
+    start = Target.of(target)
+    rule = str(target), file_at(str(target)), arguments.overwrite, "safetensors"
+    require_free(*rule)
     prompt = read_prompt(arguments.source, verify=arguments.verify, remedy=_NO_VERIFY)
     arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
+    require_free(*rule, lambda: shapes_of(arrays))
     start.write_file(lambda temporary: save_file(arrays, temporary, texts))
     nbytes = sum(array.nbytes for array in arrays.values())
     data = {

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._common.converted import float_name
 from .._common.text import bytes_text, count_text
-from ..checkpoint._convert.convert import Conversion, convert
-from ..checkpoint._convert.formats import FLAT
+from ..checkpoint import inspect
+from ..checkpoint._convert.convert import convert
+from ..checkpoint._convert.formats import FLAT, find_format
 from ..checkpoint._convert.formats import NAMES as FORMATS
-from ..checkpoint._files.parts import Selection
-from ..checkpoint._store.open_path import open_folder
-from ._common import Commands, add_arguments, add_command, find, print_result, shared, step_of
+from ._common import (
+    Commands,
+    add_arguments,
+    add_command,
+    find,
+    print_result,
+    require_path,
+    shared,
+    step_of,
+)
 from ._progress import progress_of
-
-if TYPE_CHECKING:
-    from ..checkpoint._options import LoadOptions
 
 __all__ = ["add"]
 
@@ -32,7 +36,7 @@ def add(commands: Commands) -> None:
         "target": "target; its suffix selects the format (none: a checkpoint)",
         "--from": _format("source", "read the source as this format, whatever its content"),
         "--to": _format("target", "whatever the suffix of the target"),
-        **shared("--step", "--monitor", "--mode", "--force"),
+        **shared("--step", "--monitor", "--mode", "--overwrite"),
         "--only NAMES...": f"convert only these: {entries}",
         "--skip NAMES...": "convert all but these",
         "--names NAME...": "convert only these tensors: a name, a layer, or a pattern such as "
@@ -54,20 +58,13 @@ def _format(of: str, text: str) -> dict[str, Any]:
     return {"dest": f"{of}_format", "choices": FORMATS, "help": text}
 
 
-def _selection(arguments: argparse.Namespace) -> Selection | None:
-    """Return the entries to convert; None for all."""
-    only, skip = (
-        [name for names in values or () for name in names.split(",")]
-        for values in (arguments.only, arguments.skip)
-    )
-    return Selection(only, skip) if only or skip else None
+def _entries(values: list[str] | None) -> list[str]:
+    """Return the names in the values of ``--only`` or ``--skip``, several by commas."""
+    return [name for names in values or () for name in names.split(",")]
 
 
-def _changes(arguments: argparse.Namespace) -> LoadOptions:
-    """Return the options of a load that makes the changes to tensors of the command's options.
-
-    Raises ValueError or TypeError for malformed options.
-    """
+def _rules(arguments: argparse.Namespace) -> dict[str, str] | None:
+    """Return the rules of ``--rename``; raise ValueError for malformed ones."""
     rules: dict[str, str] | None = None
     for rule in arguments.rename or ():
         old, equals, new = rule.partition("=")
@@ -76,44 +73,51 @@ def _changes(arguments: argparse.Namespace) -> LoadOptions:
         rules = rules or {}
         if rules.setdefault(old, new) != new:
             raise ValueError(f"--rename {old}= is given twice, with {rules[old]!r} and {new!r}")
-    dtype = float_name(arguments.dtype, "--dtype") if arguments.dtype else False
-    return {"cast": dtype, "names": arguments.names, "rename": rules}
+    return rules
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Read the source, write the target, print a summary, and return 0."""
-    options = {name: getattr(arguments, name) for name in ("files_from", "max_shard_bytes")}
-    request = Conversion(
-        arguments.target_format,
-        arguments.force,
-        _selection(arguments),
-        _changes(arguments),
-        {name: value for name, value in options.items() if value is not None},
-    )
+    require_path(arguments.source)
     step = step_of(arguments, arguments.source)
-    open_path = partial(find, step=step, format=arguments.source_format)
-    progress = partial(progress_of, "convert")
-    written = convert(arguments.source, arguments.target, request, progress, open_path)
-    sizes = {"model": written.model, "optimizer": written.optimizer}
-    data = {
-        "source": written.source.path,
-        "source_format": written.source.format,
-        "target": open_folder(arguments.target).path,
-        "target_format": written.format,
-        **sizes,
-        "states": written.states,
-    }
+
+    def total() -> int:
+        if find_format(arguments.target_format, arguments.target) != "huggingface":
+            return 0
+        source = find(arguments.source, step, arguments.source_format)
+        records = inspect(source).tensors()
+        return sum(record.nbytes for record in records if record.section == "params")
+
+    with progress_of("convert", total) as progress:
+        data = convert(
+            arguments.source,
+            arguments.target,
+            format=arguments.target_format,
+            source_format=arguments.source_format,
+            step=step,
+            only=_entries(arguments.only),
+            skip=_entries(arguments.skip),
+            names=arguments.names,
+            rename=_rules(arguments),
+            dtype=float_name(arguments.dtype, "--dtype") if arguments.dtype else None,
+            files_from=arguments.files_from,
+            max_shard_bytes=arguments.max_shard_bytes,
+            overwrite=arguments.overwrite,
+            progress=progress,
+        )
+    format, states = data["target_format"], data["states"]
+    sizes = {name: data[name] for name in ("model", "optimizer")}
     texts = [
         f"{name} of {count_text(size['tensors'], 'tensor')}, {bytes_text(size['bytes'])}"
         for name, size in sizes.items()
         if size is not None
     ]
-    texts += [f"states {', '.join(written.states)}"] if written.states else []
-    lines = [f"{arguments.target} ({written.format}): {'; '.join(texts)}"]
-    if written.format in FLAT and None not in sizes.values():
+    texts += [f"states {', '.join(states)}"] if states else []
+    lines = [f"{arguments.target} ({format}): {'; '.join(texts)}"]
+    if format in FLAT and None not in sizes.values():
         text = "names begin with model. and optimizer.; --only model writes the model's own names"
         lines.append(text)
-    if written.format == "huggingface" and not (Path(arguments.target) / "config.json").exists():
+    if format == "huggingface" and not (Path(arguments.target) / "config.json").exists():
         text = "no config.json was written: --files-from FOLDER copies it, and the tokenizer"
         lines.append(text)
     return print_result(arguments, data, lines)

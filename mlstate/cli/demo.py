@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
-from .._common.local_path import local_path
-from ..checkpoint._folder.local import LocalFolder
-from ..checkpoint._store.open_path import refuse_existing
-from ._common import Commands
+from ._common import Commands, add_arguments, shared
 
 __all__ = ["add"]
 
@@ -26,21 +22,19 @@ def add(commands: Commands) -> None:
         default="mlstate_demo.png",
         help="where to write the picture (default: %(default)s); '' for none",
     )
-    parser.add_argument("--force", action="store_true", help="replace an existing picture")
+    usages = {"--quiet": "print warnings and errors only", **shared("--overwrite")}
+    add_arguments(parser, usages)
     parser.set_defaults(run=run_demo)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Run the demo and write its picture.
 
-    Return 1 if a check failed or damage was not repaired, else 0. An existing picture is refused
-    before the demo, unless ``--force`` is given.
+    Return 1 if a check failed or damage was not repaired, else 0.
     """
-    if arguments.picture:
-        refuse_existing(LocalFolder(os.fsdecode(local_path(arguments.picture))), arguments.force)
     from ..demo.story import run
 
-    report = run(arguments.picture or None)
+    report = run(arguments.picture or None, overwrite=arguments.overwrite)
     same = report.identical and report.untouched and report.reduced.identical
     same = same and report.planned.identical and report.trained.identical
     same = same and report.rolled.agrees and report.rolled.ordered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -14,12 +13,9 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from .._common.atomic_file import Target
-from .._common.file_checksums import NAME as CHECKSUMS
 from .._common.local_path import local_path
-from .._common.store_error import store_error
 from .._common.text import printable
-from ..checkpoint._folder.weight_names import stem_of, weights_root
-from ..checkpoint._huggingface.export import export, is_copied, take_export
+from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._store.open_path import open_files
 from ..errors import CompatibilityError, FormatError, StoreError
 from ..follow import Follower
@@ -30,9 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["add"]
-
-# huggingface_hub creates these folders in a folder of downloads.
-_CACHES = (".cache", ".huggingface")
 
 
 def add(commands: Commands) -> None:
@@ -131,35 +124,9 @@ def _write_version(follower: Follower, arguments: argparse.Namespace) -> None:
     source = arguments.files_from
     if source is None and target.is_folder:
         source = target.path
-        _refuse_loss(source)
-    export(take_export(os.fspath(arguments.into), follower.state), source, start=target)
+    request = take_export(os.fspath(arguments.into), follower.state, overwrite=True)
+    export(request, source, start=target)
     if arguments.json:
         print(json.dumps({"step": follower.version, "path": target.path}), flush=True)
     else:
         print(f"{printable(arguments.into)}: step {follower.version}", flush=True)
-
-
-def _refuse_loss(folder: str) -> None:
-    """Raise StoreError (EEXIST) if a folder has files that its next version would not have."""
-    with os.scandir(folder) as entries:
-        is_folder = {entry.name: entry.is_dir() for entry in entries}
-    stem = stem_of(is_folder)
-    lost = [
-        name
-        for name in is_folder
-        if not (name in _CACHES if is_folder[name] else _is_in_next(name, stem))
-    ]
-    if lost:
-        text = f"it would lose {min(lost)!r}: give another --into FOLDER, with --files-from"
-        raise store_error(FileExistsError(errno.EEXIST, text), "cannot replace", folder)
-
-
-def _is_in_next(name: str, stem: str) -> bool:
-    """Return whether the file `name` of a folder can be replaced by the next version without loss.
-
-    That version has weights whose names begin with `stem`, and copies of other files. It needs
-    neither hidden files nor files of checksums.
-    """
-    if name.startswith(".") or name.endswith(CHECKSUMS) or is_copied(name):
-        return True
-    return weights_root([name]) is not None and stem_of([name]) == stem

@@ -31,7 +31,7 @@ def add(commands: Commands) -> None:
             "parts",
         },
         "--world-size N": {"type": int, "help": "number of ranks"},
-        **shared("--step", "--monitor", "--mode", "--force", "--lock-timeout"),
+        **shared("--step", "--monitor", "--mode", "--overwrite", "--lock-timeout"),
     }
     add_command(commands, "reshard", help_text, run_reshard, usages)
 
@@ -80,7 +80,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             arguments.target,
             layout=layout,
             world_size=arguments.world_size or layout.parts,
-            overwrite=arguments.force,
+            overwrite=arguments.overwrite,
             progress=progress,
             lock_timeout=arguments.lock_timeout,
         )

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.atomic_file import Target
+from .._common.file_kinds import START_BYTES
 from .._common.local_path import local_path
+from .._common.overwrite import Existing, file_at, require_free
+from .._common.regular_file import open_regular
 from ..checkpoint import load_file, load_metadata
 from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
 from ..errors import CapacityError
@@ -48,6 +51,7 @@ __all__ = ["Report", "run"]
 STATE = "kv_cache"
 SMALL, LARGE, FINAL = 256, 512, 300  # context sizes, and tokens of the final text
 TEMPERATURE, SEED = 0.3, 1
+_SOFTWARE = "mlstate demo"  # in the picture, which marks it as the demo's
 
 
 class Stage(NamedTuple):
@@ -246,9 +250,21 @@ def _draw(
         say("\nNo picture: matplotlib is not installed (pip install 'mlstate[plot]').")
         return None
     target = target or Target.of(path)
-    target.write_content(lambda file: figure.savefig(file, dpi=150, format="png"))
+    texts = {"Software": _SOFTWARE}
+    target.write_content(lambda file: figure.savefig(file, dpi=150, format="png", metadata=texts))
     say(f"\nPicture of the cache: {path}")
     return path
+
+
+def _refuse_picture(path: str, overwrite: bool | None) -> None:
+    """Raise StoreError (EEXIST) if a picture at a path must not be replaced; see `require_free`."""
+    existing = file_at(path)
+    if existing is not None and existing.kind != "folder":
+        with open_regular(path) as file:
+            start = file.read(START_BYTES)
+        if start.startswith(b"\x89PNG"):
+            existing = Existing("PNG", dict if _SOFTWARE.encode() in start else None)
+    require_free(path, existing, overwrite, "PNG")
 
 
 def _indent(text: str) -> str:
@@ -257,11 +273,15 @@ def _indent(text: str) -> str:
 
 
 def run(
-    picture: str | Path | None = "mlstate_demo.png", *, say: Callable[[str], None] = print
+    picture: str | Path | None = "mlstate_demo.png",
+    *,
+    overwrite: bool | None = None,
+    say: Callable[[str], None] = print,
 ) -> Report:
     """Run the demo, print its output, and plot the cache's occupancy to `picture`, a PNG.
 
-    `picture`: None for no plot; without matplotlib there is none either. `say` is called with each
+    `picture`: None for no plot; without matplotlib there is none either. Another picture there is
+    refused before the demo, unless `overwrite`. `say` is called with each
     text of the output. Returns the results.
 
     Examples
@@ -273,6 +293,8 @@ def run(
     """
     path = None if picture is None else Path(local_path(picture))
     target = None if path is None else Target.of(path)
+    if target is not None:
+        _refuse_picture(target.path, overwrite)
     with resources.as_file(resources.files("mlstate.demo") / "data") as data:
         specs = _show_packages(data, say)
         story = _Story(data, say)

@@ -277,6 +277,8 @@ class Publisher:
         content = self._files.content(roots=False)
         newest = self._newest_root(content.manifest)
         text = ""
+        if newest is None:
+            self._files.refuse_foreign()
         if newest is None or content.manifest is None:
             text = "its versions are gone" if self._versions else ""
         if newest is not None and not text:

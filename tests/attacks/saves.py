@@ -65,7 +65,7 @@ class SaveFile(Operation):
 
     def save(self, root, which):
         """Save a state into the folder."""
-        mlstate.save_file(self.states[which], f"{root}/state", {"which": which})
+        mlstate.save_file(self.states[which], f"{root}/state", {"which": which}, overwrite=True)
 
     def load(self, root, *, mmap=False):
         """Return which state the metadata name, and the loaded arrays."""

@@ -12,12 +12,12 @@ MIB = 1 << 20
 
 
 def by_files(tmp_path, arrays):
-    mlstate.save_file(arrays, tmp_path / "f")
+    mlstate.save_file(arrays, tmp_path / "f", overwrite=True)
     return mlstate.load_file(tmp_path / "f")
 
 
 def by_checkpoints(tmp_path, arrays):
-    mlstate.save(tmp_path / "c", model=arrays)
+    mlstate.save(tmp_path / "c", model=arrays, overwrite=True)
     return mlstate.load(tmp_path / "c").model
 
 

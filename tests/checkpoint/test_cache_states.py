@@ -179,7 +179,7 @@ def test_an_object_that_is_the_target_of_two_values_is_refused(tmp_path, kind):
     target = {"a": values[kind], "b": values[kind]}
     with pytest.raises(CompatibilityError, match=r"^states\['b'\]: .* that of states\['a'\]"):
         mlstate.load(tmp_path / "c", into={"states": target})
-    mlstate.save(tmp_path / "c", states=target)
+    mlstate.save(tmp_path / "c", states=target, overwrite=True)
     mlstate.load(tmp_path / "c", into={"states": target})
 
 

@@ -37,7 +37,7 @@ def page(report):
 @pytest.fixture
 def saved(tmp_path):
     def save(model, optimizer=None, **keywords):
-        return mlstate.save(tmp_path / "ckpt", model, optimizer, **keywords)
+        return mlstate.save(tmp_path / "ckpt", model, optimizer, **keywords, overwrite=True)
 
     return save
 
@@ -174,7 +174,8 @@ def test_async_save_page_has_progress(tmp_path, blocking_callback):
 
 
 def test_failed_save_page_has_the_error(tmp_path):
-    (tmp_path / "<file>").write_bytes(b"")
+    (tmp_path / "<file>").mkdir()
+    (tmp_path / "<file>" / "params").write_bytes(b"")
     handle = save_async(tmp_path / "<file>", {"w": np.ones(3)})
     with pytest.raises(StoreError) as raised:
         handle.wait()

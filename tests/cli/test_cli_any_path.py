@@ -86,7 +86,7 @@ def test_options_of_the_best_step_need_it(place, run, option):
 def test_errors_name_options(place, refused):
     assert "--lock-timeout must be 0 or more" in refused("prune", "run", "--lock-timeout", "-1")
     error = refused("convert", "ckpt", "w.safetensors")
-    assert "--force" in error and "overwrite" not in error
+    assert "--overwrite" in error and "overwrite=" not in error
     error = refused("convert", "ckpt", "hf", "--to", "huggingface", "--max-shard-bytes", "1 X")
     assert "--max-shard-bytes is '1 X'" in error
 
@@ -208,7 +208,7 @@ def test_names_of_parts_do_not_choose_metadata(place, run, refused):
     ):
         assert run("convert", "a", f"b{number}", *options)[0] == 0
         assert {**mlstate.load(f"b{number}").metadata, "step": 1} == {**metadata, "step": 1}
-    mlstate.save("a", state, states={"model": state})
+    mlstate.save("a", state, states={"model": state}, overwrite=True)
     assert "named state" in refused("convert", "a", "c", "--skip", "model")
 
 
@@ -270,7 +270,7 @@ def test_convert_changes_named_states_of_tensors(place, run, source):
 def test_a_folder_of_other_files_is_not_replaced(place, refused, command):
     Path("other").mkdir()
     Path("other/notes.txt").write_text("kept")
-    assert "'notes.txt'" in refused(*command, "--force")
+    assert "'notes.txt'" in refused(*command, "--overwrite")
     assert [path.name for path in Path("other").iterdir()] == ["notes.txt"]
 
 

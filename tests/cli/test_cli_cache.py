@@ -88,16 +88,21 @@ def test_damaged_arrays_are_not_excused_by_metadata(refused, prompt, tmp_path):
     assert "its bytes have changed" in text and "--no-verify" not in text
 
 
-def test_convert_replaces_a_target_only_by_force(run, refused, prompt, tmp_path):
+def test_convert_replaces_other_tensors_only_by_overwrite(run, refused, prompt, tmp_path):
     target = tmp_path / "other.safetensors"
-    target.write_bytes(b"other")
+    save_file({"w": np.ones(2)}, target)
+    before = target.read_bytes()
     text = refused("cache", "convert", prompt, target)
-    assert "exists" in text and target.read_bytes() == b"other"
-    data = json.loads(output_of(run, "cache", "convert", prompt, target, "--force", "--json"))
+    assert "exists" in text and target.read_bytes() == before
+    data = json.loads(output_of(run, "cache", "convert", prompt, target, "--overwrite", "--json"))
     assert data["source_mlx_lm"] == data["target_mlx_lm"] == "0.32"
     assert data["target"] == str(target) and data["layers"] == 2
     assert load_metadata(target) == load_metadata(prompt)
-    text = refused("cache", "convert", prompt, prompt, "--force")
+    assert run("cache", "convert", prompt, target)[0] == 0  # the same again
+    target.write_bytes(b"other")
+    text = refused("cache", "convert", prompt, target, "--overwrite")
+    assert "choose another path" in text and target.read_bytes() == b"other"
+    text = refused("cache", "convert", prompt, prompt, "--overwrite")
     assert "the target must be another path than the source" in text
 
 
@@ -139,16 +144,18 @@ def test_layers_that_0_31_does_not_store_are_refused(refused, tmp_path):
     rows = np.zeros((1, 1, 8, 2), np.float16)
     chunks = {"0.0": rows, "0.1": rows, "0.2": np.int32(9), "0.3": np.int32(4), "0.4": np.int32(5)}
     kinds = scalars(*((f"0.{i}", "scalar") for i in (2, 3, 4)))
-    save_file(chunks, path, {"2.0": "", "1.0": "ChunkedKVCache", **kinds})
+    save_file(chunks, path, {"2.0": "", "1.0": "ChunkedKVCache", **kinds}, overwrite=True)
     text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store the number of tokens of a layer that dropped some" in text
     states = {"0.0.0": rows, "0.1": np.zeros(1, np.int32), "0.2": none}
-    save_file(states, path, {"2.0": "", "1.0": "ArraysCache", **scalars(("0.2", "none"))})
+    save_file(
+        states, path, {"2.0": "", "1.0": "ArraysCache", **scalars(("0.2", "none"))}, overwrite=True
+    )
     text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store left_padding or lengths" in text
     states = {"0.0.0": none, "0.1": none, "0.2": none}
     kinds = scalars(*((name, "none") for name in states))
-    save_file(states, path, {"2.0": "", "1.0": "ArraysCache", **kinds})
+    save_file(states, path, {"2.0": "", "1.0": "ArraysCache", **kinds}, overwrite=True)
     text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store a state that is None" in text
     assert not target.exists()

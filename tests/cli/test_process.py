@@ -149,9 +149,9 @@ def test_an_ignored_interrupt_stays_ignored(place, slow):
 
 
 ANY_MOMENT = [
-    ["convert", "large.safetensors", "out.npz", "--force"],
-    ["convert", "large.safetensors", "out", "--force"],
-    ["reshard", "run", "out", "--layout", "rows=2", "--force"],
+    ["convert", "large.safetensors", "out.npz", "--overwrite"],
+    ["convert", "large.safetensors", "out", "--overwrite"],
+    ["reshard", "run", "out", "--layout", "rows=2", "--overwrite"],
     ["verify", "large.safetensors"],
 ]
 

@@ -48,7 +48,7 @@ def make_link(path):
 
 def make_checkpoint(path):
     path.mkdir(exist_ok=True)
-    mlstate.save(path, {"mine": np.ones(3)})
+    mlstate.save(path, {"mine": np.ones(3)}, overwrite=True)
 
 
 APPEARED = [make_file, make_folder, make_link, make_checkpoint, lambda path: path.mkdir()]
@@ -315,7 +315,8 @@ def test_of_two_exports_one_wins(tmp_path):
         gate = threading.Barrier(2)
 
         def export(value, target=target, gate=gate, results=results):
-            snapshot = export_module.take_export(target, {"w": np.full(3, value)})
+            model = {"w": np.full(3, value)}
+            snapshot = export_module.take_export(target, model, overwrite=False)
             gate.wait()
             try:
                 export_module.export(snapshot)
@@ -349,7 +350,7 @@ def before_lock(monkeypatch, action):
     monkeypatch.setattr(Commit, "begin", act)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [None, True])
 @pytest.mark.parametrize("way", ["reshard", "convert"])
 def test_concurrently_saved_checkpoint_is_not_replaced(tmp_path, monkeypatch, way, overwrite):
     source, target = tmp_path / "a", tmp_path / "b"
@@ -382,13 +383,13 @@ def test_reshard_refuses_files_that_appear_in_its_target(tmp_path, monkeypatch):
     source, target = tmp_path / "a", tmp_path / "b"
     mlstate.save(source, {"w": np.ones(4)})
     before_lock(monkeypatch, lambda: export_huggingface(target, {"mine": np.ones(2)}))
-    with pytest.raises(mlstate.StoreError, match="changed by another writer"):
+    with pytest.raises(mlstate.StoreError, match=r"holds 'model\.safetensors'"):
         reshard(source, target, layout="rows", world_size=2)
     assert list(mlstate.load(target).model) == ["mine"]
 
 
 @pytest.mark.parametrize("suffix", ["", ".npz", ".safetensors"])
-def test_force_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, capsys, suffix):
+def test_overwrite_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, capsys, suffix):
     from mlstate.checkpoint._convert import convert
 
     source, target = tmp_path / "a", tmp_path / f"b{suffix}"
@@ -402,10 +403,10 @@ def test_force_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, cap
 
     with monkeypatch.context() as patch:
         patch.setattr(convert, "read_parts", read_and_change)
-        assert main(["convert", str(source), str(target), "--force"]) == 2
+        assert main(["convert", str(source), str(target), "--overwrite"]) == 2
     assert "changed" in capsys.readouterr().err
     assert list(read_any(target)[0]) == ["mine"]
-    assert main(["convert", str(source), str(target), "--force"]) == 0
+    assert main(["convert", str(source), str(target), "--overwrite"]) == 0
     assert list(read_any(target)[0]) == ["w"]
 
 

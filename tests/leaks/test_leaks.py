@@ -398,6 +398,7 @@ def checkpoints(tmp_path):
     "CheckpointManager",
     *methods(checkpoint.CheckpointManager),
     "reshard",
+    "convert",
     "prune",
     "PruneReport",
     calls=FEW,
@@ -418,6 +419,7 @@ def steps_of_a_run(tmp_path):
         checkpoint.reshard(
             tmp_path / "run", tmp_path / "cut", layout="flat", world_size=2, overwrite=True
         )
+        mlstate.convert(tmp_path / "run", tmp_path / "copy.npz")
         repr(checkpoint.prune(tmp_path / "run", keep=1, dry_run=True))
 
     return run, [model]

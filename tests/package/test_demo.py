@@ -83,20 +83,35 @@ def test_command_draws_the_picture_and_succeeds(tmp_path, capsys):
     assert main(["demo", "--picture", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"Picture of the cache: {path}" in capsys.readouterr().out
+    assert b"mlstate demo" in path.read_bytes()[:512]  # so that the next run may replace it
 
 
-def test_a_picture_that_exists_is_refused_without_force(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("content", "words", "is_refused"),
+    [
+        (b"mine", [], True),
+        (b"mine", ["--overwrite"], True),
+        (b"\x89PNG of a camera", [], True),
+        (b"\x89PNG of a camera", ["--overwrite"], False),
+        (b"\x89PNG Software\0mlstate demo", [], False),
+        (b"", [], False),
+    ],
+)
+def test_only_a_picture_of_the_demo_is_replaced(
+    tmp_path, capsys, monkeypatch, content, words, is_refused
+):
     path = tmp_path / "cache.png"
-    path.write_bytes(b"mine")
-    called = []
-    monkeypatch.setattr(story, "run", lambda picture: called.append(picture) or 1 / 0)
-    assert main(["demo", "--picture", str(path)]) == 2
-    err = capsys.readouterr().err
-    assert str(path) in err and "--force" in err
-    assert (path.read_bytes(), called) == (b"mine", [])
-    with pytest.raises(ZeroDivisionError):
-        main(["demo", "--picture", str(path), "--force"])
-    assert called == [str(path)]
+    path.write_bytes(content)
+    monkeypatch.setattr(story, "_show_packages", lambda *_: 1 / 0)  # the demo begins
+    command = ["demo", "--picture", str(path), *words]
+    if is_refused:
+        assert main(command) == 2
+        err = capsys.readouterr().err
+        assert str(path) in err and "overwrite" in err
+    else:
+        with pytest.raises(ZeroDivisionError):
+            main(command)
+    assert path.read_bytes() == content
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
@@ -137,7 +152,7 @@ def test_a_change_that_must_not_be_fails_the_command(capsys, monkeypatch):
         rolled = rolling.Rolled([], "", good[6], "", good[7], 0)
         parts = checkpoints, reduced, planned, trained, rolled
         report = story.Report("", good[0], "", [], None, good[1], *parts)
-        monkeypatch.setattr(story, "run", lambda picture, report=report: report)
+        monkeypatch.setattr(story, "run", lambda picture, overwrite, report=report: report)
         assert main(["demo", "--picture", ""]) == (bad is not None)
 
 

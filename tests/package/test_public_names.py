@@ -19,15 +19,17 @@ from mlstate.state.records import Difference
 
 INTERNAL = ("mlstate.cli", "mlstate.demo")
 RE_EXPORTS = {  # every other name is defined by the module that exports it
-    "mlstate": set(mlstate.__all__) - {"diff", "digest", "get_include", "get_library_dir", "info"},
+    "mlstate": set(mlstate.__all__)
+    - {"convert", "diff", "digest", "get_include", "get_library_dir", "info"},
     "mlstate.kv": {"compact_coreml_state", "transition_coreml_state"},
 }
 
 
 LISTED = """
     Chain CheckpointManager Follower KVState MLStateError PromptStore Publisher StateDict
-    compact_kv_state diff digest export_huggingface get_include get_library_dir info inspect load
-    load_file load_into plan rename reshard save save_async save_file transition_kv_state verify
+    compact_kv_state convert diff digest export_huggingface get_include get_library_dir info
+    inspect load load_file load_into plan rename reshard save save_async save_file
+    transition_kv_state verify
 """
 UNLISTED = """
     CapacityError ChecksumError CollectiveError CompatibilityError FormatError ModelStateDict

@@ -358,10 +358,7 @@ def test_checkpoint_is_resharded_from_or_to_a_store(url, options, tmp_path, sour
         begin, state, moments, states={"rates": [1, np.arange(3)]}, step=4, **source_options
     )
     for layout, world in (("rows", 3), ("flat", 2), ("whole", 1)):
-        overwrite = layout != "rows"
-        resharded = checkpoint.reshard(
-            begin, end, layout=layout, world_size=world, overwrite=overwrite, **keywords
-        )
+        resharded = checkpoint.reshard(begin, end, layout=layout, world_size=world, **keywords)
         assert (resharded.path, resharded.step, resharded.world_size) == (end, 4, world)
         loaded = resharded.load()
         assert same(loaded.model, state)
@@ -369,7 +366,8 @@ def test_checkpoint_is_resharded_from_or_to_a_store(url, options, tmp_path, sour
         assert loaded.states["rates"][0] == 1
         report = mlstate.verify(end, **(keywords if target == "store" else {}))
         assert report and not report.leftover and not report.strange
-    with pytest.raises(StoreError) as caught:
+    mlstate.save(begin, state, step=5, **source_options)
+    with pytest.raises(StoreError, match="overwrite=True") as caught:
         checkpoint.reshard(begin, end, layout="rows", world_size=2, **keywords)
     assert caught.value.errno == errno.EEXIST
     with pytest.raises(ValueError, match="another folder than the source"):
@@ -411,7 +409,9 @@ CALLS = {
     "plan_load": lambda url, options: checkpoint.plan_load(url, storage_options=options),
     "prune": lambda url, options: checkpoint.prune(url, keep=1, storage_options=options),
     "restore": lambda url, options: CheckpointManager(url, storage_options=options).restore(1),
-    "save": lambda url, options: mlstate.save(url, {"w": np.ones(1)}, storage_options=options),
+    "save": lambda url, options: mlstate.save(
+        url, {"w": np.ones(1)}, overwrite=True, storage_options=options
+    ),
 }
 READS = [name for name in CALLS if name != "save"]
 

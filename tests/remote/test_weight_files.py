@@ -37,7 +37,7 @@ def file(url, store, tmp_path):
     """Return the URL of a safetensors file with checksums, and a function that writes another."""
 
     def write(state, metadata=None, to=f"{url}/model-a.safetensors"):
-        mlstate.save_file(state, tmp_path / "file", metadata)
+        mlstate.save_file(state, tmp_path / "file", metadata, overwrite=True)
         store.put(to, (tmp_path / "file").read_bytes())
         return to
 

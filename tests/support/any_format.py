@@ -26,7 +26,7 @@ def write_any(
     states=None,
     *,
     format=None,
-    overwrite=False,
+    overwrite=None,
     storage_options=None,
 ):
     """Write a state to a path; return the parts."""
@@ -39,6 +39,6 @@ def write_any(
     parts = Parts(model, optimizer, metadata or {}, states or {})
     target = begin_write(place, name, overwrite)
     if name == "huggingface":
-        export(take_export(place, model), start=target)
+        export(take_export(place, model, overwrite=overwrite), start=target.target)
         return parts
     return write_parts(place, name, target, parts)

@@ -94,6 +94,7 @@ def export_huggingface_async(
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     dtype: object = None,
+    overwrite: bool | None = None,
     staging: Staging | None = None,
 ) -> SaveHandle:
     """
@@ -104,7 +105,7 @@ def export_huggingface_async(
 
     Parameters
     ----------
-    path, model, max_shard_bytes, rename, files_from, dtype
+    path, model, max_shard_bytes, rename, files_from, dtype, overwrite
         As for `export_huggingface`. Files of `files_from` are read during the export.
     group : ProcessGroup, optional
         The ranks that hold the model; all of them must call this function, which returns when
@@ -122,9 +123,9 @@ def export_huggingface_async(
     Raises
     ------
     TypeError, ValueError, CompatibilityError, BufferError
-        As for `export_huggingface`, about the arguments; with a `group`, the handle raises
-        errors about the model. Also ValueError if another save uses `group` or `staging`, or if
-        `group` is torch's default group.
+        As for `export_huggingface`, about the arguments; the handle raises errors about an
+        existing `path` and, with a `group`, about the model. Also ValueError if another save uses
+        `group` or `staging`, or if `group` is torch's default group.
 
     Notes
     -----
@@ -147,7 +148,13 @@ def export_huggingface_async(
     group = optional_group(group)
     refuse_default_group(group)
     request = take_export(
-        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+        path,
+        model=model,
+        group=group,
+        max_shard_bytes=max_shard_bytes,
+        rename=rename,
+        dtype=dtype,
+        overwrite=overwrite,
     )
     source = None if files_from is None else local_folder(files_from)  # the thread reads it
     job = _ExportJob(request, memory, source, began)

@@ -25,6 +25,7 @@ def save(
     optimizer: Any = None,
     *,
     step: int | None = None,
+    overwrite: bool | None = None,
     storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[SaveOptions],
 ) -> Checkpoint:
@@ -38,8 +39,8 @@ def save(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or a URL in an object store such as ``"s3://bucket/run"``;
-        created if it does not exist. An existing checkpoint is replaced; in a folder, unchanged
-        shards are not written again.
+        created if it does not exist. In a folder, unchanged shards of the checkpoint that is
+        replaced are not written again.
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
         ``get_state_dict()``. Arrays are NumPy arrays (dtypes of ml_dtypes included) or torch
@@ -104,6 +105,10 @@ def save(
     lock_timeout : float, default 0
         Seconds to wait for another process that is writing this checkpoint. Stores have no
         locks: with a URL, the writer that commits second raises.
+    overwrite : bool, optional
+        Default: a checkpoint with the same tensor names and shapes is replaced, and so is the
+        earlier one if both have a `step`. True: replace any checkpoint, the steps of a
+        `CheckpointManager` included. False: replace nothing. See docs/files.md.
     storage_options : mapping, optional
         Options of the object store for a URL: credentials, region, endpoint, and those that
         the page on object stores lists.
@@ -133,7 +138,7 @@ def save(
         `UnstorableError`).
     StoreError
         The operating system refused: an `OSError` with its ``errno``. EBUSY: another process is
-        writing this checkpoint. EEXIST: the folder holds the steps of a `CheckpointManager`.
+        writing this checkpoint. EEXIST: `path` exists, and `overwrite` does not replace it.
     CollectiveError
         Another rank failed; the message names the rank and the reason.
 
@@ -174,4 +179,4 @@ def save(
     [2, 1]
     """
     options = complete_save_options(save, options)
-    return Checkpoint(save_root(path, model, optimizer, step, options, storage_options))
+    return Checkpoint(save_root(path, model, optimizer, step, options, storage_options, overwrite))

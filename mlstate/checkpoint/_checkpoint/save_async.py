@@ -345,6 +345,7 @@ def save_async(
     max_staging_bytes: MemorySize | None = None,
     staging: Staging | None = None,
     step: int | None = None,
+    overwrite: bool | None = None,
     storage_options: Mapping[str, object] | None = None,
     **options: Unpack[SaveOptions],
 ) -> SaveHandle:
@@ -358,7 +359,7 @@ def save_async(
     Parameters
     ----------
     path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress,
-    digest
+    digest, overwrite
         As for `save`. Tensors on a device are always copied.
     states : mapping of str to object, optional
         As for `save`. ``state_dict()`` is called, and values other than arrays are copied, before
@@ -389,7 +390,8 @@ def save_async(
         another save uses `group` or `staging`, if `group` is torch's default group, or if
         tensors on a device do not fit `max_staging_bytes`.
     StoreError
-        The folder holds the steps of a `CheckpointManager` (EEXIST).
+        The folder is of another program, or holds the steps of a `CheckpointManager` (EEXIST). The
+        handle raises it for a checkpoint of other tensors.
 
     Notes
     -----
@@ -429,7 +431,7 @@ def save_async(
         budget = parse_budget("max_staging_bytes", max_staging_bytes)
         if budget.nbytes < 0:
             raise ValueError(f"max_staging_bytes must be 0 or more, got {max_staging_bytes}")
-    target = check_target(path, options, storage_options)
+    target = check_target(path, options, storage_options, overwrite)
     refuse_default_group(target.group)
     content = take_content(target, model, optimizer, step, options, in_thread=True)
     job = SaveJob(target, content, memory, budget, progress, began)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..._common.arguments import check_callback
 from ..._common.atomic_file import Target
 from ..._common.batches import batches_of
 from ..._common.budget import parse_size
 from ..._common.caller import find_caller
+from ..._common.converted import float_name
 from ..._common.local_path import refuse_same_path
+from ..._common.overwrite import check_overwrite
+from ..._common.set_module import set_module
+from ..._common.wrong_calls import explained
 from ...errors import CompatibilityError
 from .._compare.digest import require_equal_copy
+from .._files.parts import Selection
 from .._huggingface.export import MAX_SHARD_BYTES, export, take_export, write_folder
 from .._huggingface.export_plan import make_plan
 from .._layouts.lightning import STATE
@@ -28,14 +35,14 @@ from .._states.modules import all_entries, is_entries, split_entries
 from .._store.open_path import open_folder
 from .formats import find_format
 from .lightning import as_folder, is_saved
-from .read_write import begin_write, read_parts, write_parts
+from .read_write import OtherTarget, begin_write, read_parts, write_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ... import _core
-    from ..._common.callback import CountedProgress
-    from .._files.parts import Parts, Selection
+    from ..._common.callback import Progress
+    from .._files.parts import Parts
     from .._load.loader import Loader
     from .._options import LoadOptions
     from .._sources.protocol import Source
@@ -47,37 +54,130 @@ class Conversion(NamedTuple):
     """How to convert a source; `convert` describes the changes."""
 
     format: str | None  # of the target; None: by its path
-    overwrite: bool
+    overwrite: bool | None
     selection: Selection | None  # the entries to convert; None: all
     changes: LoadOptions  # of a load: `cast`, `names` and `rename`
     export: Mapping[str, Any]  # `files_from`, `max_shard_bytes` of `export_huggingface`
 
-
-class Converted(NamedTuple):
-    """What `convert` has read and written."""
-
-    source: Source
-    format: str
-    model: dict[str, int] | None  # number of ``tensors``, and their ``bytes``; None without one
-    optimizer: dict[str, int] | None
-    states: list[str]
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is chosen or changed."""
+        return self.selection is None and not any(self.changes.values())
 
 
+@set_module("mlstate")
+@explained
 def convert(
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    request: Conversion,
-    progress: CountedProgress,
-    open_path: Callable[[str | os.PathLike[str]], Source] = open_source,
-) -> Converted:
-    """Write the content at `path` to `target`, atomically, as `_convert` describes.
+    *,
+    format: str | None = None,
+    source_format: str | None = None,
+    step: int | str | None = None,
+    only: str | Iterable[str] = (),
+    skip: str | Iterable[str] = (),
+    names: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: object = None,
+    files_from: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int | str | None = None,
+    overwrite: bool | None = None,
+    progress: Progress = None,
+) -> dict[str, Any]:
+    """Write the content of a checkpoint, file or folder in another format.
 
-    A whole copy is compared with the digests that its source has recorded.
+    ``mlstate convert`` is this function as a command.
+
+    Parameters
+    ----------
+    source : str or os.PathLike
+        What `load` reads: a checkpoint, a run, a Hugging Face folder, files and folders of torch,
+        Lightning and NumPy, or a URL. Its content decides about its format.
+    target : str or os.PathLike
+        Path to write, or the URL of a checkpoint. It must not be `source`.
+    format : str, optional
+        Format of `target`: "mlstate", "safetensors", "npz", "torch", "dcp", "huggingface" or
+        "lightning". Default: the one of an existing folder, or by the suffix: ``.safetensors``,
+        ``.npz``, ``.pt``, ``.pth``, ``.bin``, ``.ckpt`` or ``.dcp``; without one, a checkpoint of
+        mlstate.
+    source_format : str, optional
+        Read `source` as this format, without regard to its content.
+    step : int or "latest", optional
+        The step of a run. Default: the newest.
+    only, skip : str or iterable of str, optional
+        Entries to convert, or to leave out: "model", "optimizer", or the name of another entry. A
+        dict of tensors that is chosen alone becomes the model.
+    names, rename
+        As for `load`: which tensors, and prefixes of names to replace.
+    dtype : dtype or str, optional
+        Dtype of the model's floats: float16, bfloat16, float32 or float64.
+    files_from, max_shard_bytes
+        As for `export_huggingface`; only for the format "huggingface". `files_from` is by default
+        a `source` of that format.
+    overwrite : bool, optional
+        Default: a target of the same format, names and shapes is replaced. True: replace any
+        target that mlstate reads, the steps of a run included. False: replace nothing. See
+        docs/files.md.
+    progress : callable, optional
+        Called with the number of bytes written since the last call, by an export to Hugging Face.
+
+    Returns
+    -------
+    dict
+        The conversion: ``source`` and ``target`` (paths), ``source_format`` and
+        ``target_format``, ``model`` and ``optimizer`` (the number of ``tensors``, and their
+        ``bytes``; None without one) and ``states`` (the names of other entries).
+
+    Raises
+    ------
+    ValueError
+        Formats, options or paths do not fit each other, or there is nothing to write. Nothing is
+        written.
+    CompatibilityError
+        The format of `target` cannot hold a value.
+    FormatError, ChecksumError
+        `source` is malformed or damaged. Or the copy has other bits than `source`: do not use it.
+    StoreError
+        The operating system refused, or `target` exists (EEXIST).
+
+    Notes
+    -----
+    The write is atomic. A checkpoint of Lightning becomes a folder of `MLStateCheckpointIO`, and
+    such a folder a file that is equal to it, unless something is chosen or changed. Most formats
+    are read into memory as a whole; an export to Hugging Face reads a few tensors at a time. If
+    `source` was saved with ``digest=True``, a whole copy is read again and compared.
+
+    Tensors of an existing target in a format of torch or NumPy are read to compare their shapes,
+    unless `overwrite` is given.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp()
+    >>> _ = mlstate.save(path + "/a", {"w": np.arange(6.0)}, step=7)
+    >>> mlstate.convert(path + "/a", path + "/a.npz", dtype="float32")["model"]
+    {'tensors': 1, 'bytes': 24}
+    >>> mlstate.load(path + "/a.npz").model["w"].dtype
+    dtype('float32')
     """
-    converted = _convert(path, target, request, progress, open_path)
-    is_whole = request.selection is None and not any(request.changes.values())
-    if is_whole and "lightning" not in (converted.source.format, converted.format):
-        require_equal_copy(converted.source, target)
+    check_callback("progress", progress)
+    check_overwrite(overwrite)
+    lists = [[each] if isinstance(each, str) else [*each] for each in (only, skip)]
+    export = {"files_from": files_from, "max_shard_bytes": max_shard_bytes}
+    request = Conversion(
+        format,
+        overwrite,
+        Selection(*lists) if any(lists) else None,
+        {"cast": False if dtype is None else float_name(dtype), "names": names, "rename": rename},
+        {name: value for name, value in export.items() if value is not None},
+    )
+    open_path = partial(open_source, source, step=step, format=source_format)
+    opened, converted = _convert(source, target, request, progress, open_path)
+    if request.is_whole and "lightning" not in (
+        opened.format,
+        converted["target_format"],
+    ):
+        require_equal_copy(opened, target)
     return converted
 
 
@@ -85,32 +185,39 @@ def _convert(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     request: Conversion,
-    progress: CountedProgress,
-    open_path: Callable[[str | os.PathLike[str]], Source],
-) -> Converted:
-    """Write the content at `path` to `target`, atomically.
+    progress: Progress,
+    open_path: Callable[[], Source],
+) -> tuple[Source, dict[str, Any]]:
+    """Write the content at `path` to `target`; return the source, and the result of `convert`.
 
-    A checkpoint of Lightning becomes a folder of `MLStateCheckpointIO`, and such a folder a file
-    that is equal to it, unless something is chosen or changed. `progress`: of an export to Hugging
-    Face. `open_path`: opens `path`. Raises ValueError if formats, options or paths do not fit,
-    before anything is written.
+    `open_path`: opens `path`. Raises ValueError if formats, options or paths do not fit, before
+    anything is written.
     """
     source_path, place = open_folder(path, reads=True).named_path, open_folder(target).path
     refuse_same_path(source_path, place)
     name = find_format(request.format, target)
-    source = open_path(path)
-    is_whole = request.selection is None and not any(request.changes.values())
+    source, is_whole = open_path(), request.is_whole
     formats = (source.format, name)
     is_ckpt = is_whole and formats == ("lightning", "mlstate")
     is_saved_ckpt = is_whole and formats == ("mlstate", "lightning") and is_saved(source)
     # any suffix: Lightning also names folders .ckpt
     start = begin_write(target, name, request.overwrite, any_suffix=is_ckpt)
     if request.export and name != "huggingface":
-        option = next(iter(request.export)).replace("_", "-")
-        raise ValueError(f"--{option} requires --to huggingface: the target's format is {name}")
-    if isinstance(start, Target) and name == "huggingface":
-        size = _export(source, request, start, progress)
-        return Converted(source, name, size, None, [])
+        option = next(iter(request.export))
+        raise ValueError(
+            f"{option}= (--{option.replace('_', '-')} on the command line) requires "
+            "format='huggingface' (--to huggingface on the command line): the target's format is "
+            f"{name}"
+        )
+
+    def result(model: object, optimizer: object, states: list[str]) -> dict[str, Any]:
+        sizes = {"model": model, "optimizer": optimizer, "states": states}
+        paths = {"source": source.path, "source_format": source.format, "target": place}
+        return paths | {"target_format": name} | sizes
+
+    if isinstance(start, OtherTarget) and name == "huggingface":
+        size = _export(source, request, start.target, progress)
+        return source, result(size, None, [])
     opened = as_folder(source, exact=True) if is_ckpt else source
     changes: LoadOptions = {"device": "cpu"} if is_saved_ckpt else request.changes
     parts = read_parts(opened, request.selection, changes)
@@ -125,12 +232,12 @@ def _convert(
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
     states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
-    return Converted(source, name, _size_of(written.model), _size_of(written.optimizer), states)
+    return source, result(_size_of(written.model), _size_of(written.optimizer), states)
 
 
 def _with_entry(
-    source: Source, start: SaveFolder | Target, parts: Parts, *, is_cast: bool
-) -> tuple[SaveFolder | Target, Parts]:
+    source: Source, start: SaveFolder | OtherTarget, parts: Parts, *, is_cast: bool
+) -> tuple[SaveFolder | OtherTarget, Parts]:
     """Return target and parts with the source's ``quantization_config``, unless codes are cast.
 
     Checkpoints have it in their manifest, other formats in the metadata.
@@ -154,7 +261,7 @@ def _size_of(state: Mapping[str, Any] | None) -> dict[str, int] | None:
 
 
 def _export(
-    source: Source, request: Conversion, start: Target, progress: CountedProgress
+    source: Source, request: Conversion, start: Target, progress: Progress
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder; return its size, as of `_size_of`.
 
@@ -171,7 +278,7 @@ def _export(
         loader = open_loader(source, request.changes)
         if loader.manifest.model is None:
             raise error
-        size = _export_loaded(loader, options, start, progress)
+        size = _export_loaded(loader, options, request.overwrite, start, progress)
         has_optimizer = bool(loader.sections[1].names)
         others = [name for name in loader.states if name[0] != "."]
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
@@ -182,10 +289,11 @@ def _export(
             raise error
         size = sizes
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
-        written = take_export(start.path, parts.model, dtype=dtype, **options)
+        written = take_export(
+            start.path, parts.model, dtype=dtype, overwrite=request.overwrite, **options
+        )
         written.marks["entry"] = known_entry(source)
-        with progress(lambda: size["bytes"]) as report:
-            export(written, files_from, start, report)
+        export(written, files_from, start, progress)
         has_optimizer, states = bool(parts.optimizer), parts.states
     rest = sorted(n for n, each in states.items() if not is_entries(n, each) or each["entries"])
     if left := [*(["optimizer"] if has_optimizer else []), *rest]:
@@ -197,14 +305,18 @@ def _export(
 
 
 def _export_loaded(
-    loader: Loader, options: Mapping[str, Any], start: Target, progress: CountedProgress
+    loader: Loader,
+    options: Mapping[str, Any],
+    overwrite: bool | None,
+    start: Target,
+    progress: Progress,
 ) -> dict[str, int]:
     """Export the model of `loader` to a Hugging Face folder; return its size, as of `_size_of`.
 
     `options`, `start`: as for `_export`. Memory is needed for one tensor with its stored form, or
     for 64 MiB.
     """
-    target = check_target(start.path, SAVE_DEFAULTS)
+    target = check_target(start.path, SAVE_DEFAULTS, overwrite=overwrite)
     most_bytes = options.get("max_shard_bytes", MAX_SHARD_BYTES)
     section, names = loader.sections[0], loader.chosen()[1][0]
     loader.need([(section, names, loader.request.cutting)])
@@ -225,6 +337,5 @@ def _export_loaded(
                 content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
                 yield gather_shards(target, content).shards
 
-    with progress(lambda: sum(plan.nbytes)) as report:
-        write_folder(target, plan, shards(), options.get("files_from"), start, report)
+    write_folder(target, plan, shards(), options.get("files_from"), start, progress)
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}

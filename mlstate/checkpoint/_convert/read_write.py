@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.json_values import check_json_values
+from ..._common.overwrite import Existing, file_at, require_free
 from ..._sharding.layout import Shard
-from ...errors import CompatibilityError
+from ...errors import CompatibilityError, MLStateError
 from ...state._optimizer_state import OptimizerStateDict
 from .._files.backend import DcpBackend, PtBackend
 from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_parts
@@ -24,15 +25,17 @@ from .._load.loader import Loader, load_new_state
 from .._options import LOAD_DEFAULTS, LoadOptions, SaveOptions, complete_options
 from .._save.save_root import save_root
 from .._save.target import SaveFolder
+from .._sources.open_source import open_source
 from .._sources.readers import store_errors
 from .._sources.training_step import StepSource
 from .._sources.weights import SafetensorsSource
 from .._sources.whole import WholeSource
 from .._states.modules import all_entries, is_entries, split_entries
-from .._store.open_path import open_files, refuse_existing, refuse_file_name
+from .._store.open_path import open_files, refuse_file_name
 from .lightning_file import checkpoint_from, with_order
 
 if TYPE_CHECKING:
+    from ..._common.overwrite import Shapes
     from ...state._state_dict import StateDict
     from .._loaded_state import LoadedState
     from .._sources.protocol import Source
@@ -85,26 +88,75 @@ def _parts_of(loaded: LoadedState, source: Source) -> Parts:
 
 # ---- writing ----
 
+_DCP_FILES = (".distcp", "meta.pt")  # beside .metadata
+
+
+class OtherTarget(NamedTuple):
+    """The target of a format of other programs, as it was when the writing began."""
+
+    target: Target
+    existing: Existing | None
+    overwrite: bool | None
+
 
 def begin_write(
-    path: str | os.PathLike[str], name: str, overwrite: bool, *, any_suffix: bool = False
-) -> SaveFolder | Target:
+    path: str | os.PathLike[str], name: str, overwrite: bool | None, *, any_suffix: bool = False
+) -> SaveFolder | OtherTarget:
     """Return the target at `path` of the format `name` as it is now, for a later `write_parts`.
 
-    Raises StoreError (EEXIST) if it exists, unless `overwrite`. `write_parts` replaces only the
-    content that this function has seen. `any_suffix`: the path of a folder may have the suffix of a
-    file.
+    Raises StoreError (EEXIST) if no tensors may replace it; see `require_free`.
+    `write_parts` replaces only the content that this function has seen. `any_suffix`: the path of a
+    folder may have the suffix of a file.
     """
     files = open_files(path)
     if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
         refuse_file_name(files.folder)
-    content = files.content() if name == "mlstate" else Target.of(path)
-    # after the listing, so that nothing appears in between
-    refuse_existing(files.folder, overwrite)
-    if isinstance(content, Target):
-        return content
-    files.refuse_others(content)
-    return SaveFolder(files.path, replace_steps=overwrite, content=content, any_suffix=any_suffix)
+    if name == "mlstate":
+        content = files.content()
+        files.refuse_foreign(overwrite)  # after the listing, so that nothing appears in between
+        return SaveFolder(files.path, overwrite=overwrite, content=content, any_suffix=any_suffix)
+    target = Target.of(path)
+    # an export knows which files of a folder it would lose
+    existing = None if name == "huggingface" else _existing(target, name)
+    require_free(target.path, existing, overwrite, name)
+    return OtherTarget(target, existing, overwrite)
+
+
+def _existing(target: Target, name: str) -> Existing | None:
+    """Return what exists at a target of the format `name`."""
+    path = target.path
+    if target.is_vacant:
+        return None
+    existing = _dcp_at(target) if name == "dcp" else file_at(path)
+    if existing is None or existing.foreign or existing.damage:
+        return existing
+    if existing.kind == "safetensors" and existing.shapes is None:  # of another program
+        return existing
+    try:
+        source = open_source(path)
+        return Existing(source.format, lambda: _shapes_of(read_parts(source)))
+    except MLStateError as error:
+        return Existing(existing.kind, damage=str(error))
+
+
+def _dcp_at(target: Target) -> Existing:
+    """Return what exists at the target of a folder of torch.distributed.checkpoint."""
+    foreign = "is a file, and the target is a folder"
+    if target.is_folder:
+        names = sorted(os.listdir(target.path))
+        others = [name for name in names if name != ".metadata" and not name.endswith(_DCP_FILES)]
+        foreign = "" if ".metadata" in names else "is not a torch checkpoint"
+        foreign = f"holds {others[0]!r}" if others else foreign
+    return Existing("dcp", foreign=foreign)
+
+
+def _shapes_of(parts: Parts) -> Shapes:
+    """Return the shapes of the tensors of model and optimizer."""
+    return {
+        f"{label}{name}": tuple(value.shape)
+        for label, state in (("", parts.model), ("optimizer.", parts.optimizer))
+        for name, value in (state or {}).items()
+    }
 
 
 # Formats that can hold named states.
@@ -112,7 +164,7 @@ _WITH_STATES = ("mlstate", "torch", "dcp", "lightning")
 
 
 def write_parts(
-    path: str, name: str, target: SaveFolder | Target, parts: Parts, step: int | None = None
+    path: str, name: str, target: SaveFolder | OtherTarget, parts: Parts, step: int | None = None
 ) -> Parts:
     """Write a state in the format `name` to the `target` at `path`; return the parts that it has.
 
@@ -137,7 +189,9 @@ def write_parts(
             _write_mlstate(target, parts, parts.step if step is None else step)
         else:
             _note_step(parts, step)
-            _WRITERS[name](target, parts)
+            other, existing, overwrite = target
+            require_free(other.path, existing, overwrite, name, lambda: _shapes_of(parts))
+            _WRITERS[name](other, parts)
     return parts
 
 

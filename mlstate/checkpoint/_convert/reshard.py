@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ..._common.arguments import check_callback, check_flags, check_int
+from ..._common.arguments import check_callback, check_int
 from ..._common.local_path import refuse_same_path
 from ..._common.set_module import set_module
 from ..._common.wrong_calls import explained
@@ -23,11 +23,13 @@ from .._save.target import SaveFolder, SaveTarget, check_target
 from .._sections import STATES
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
-from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
+from .._store.checkpoint_files import shapes_of_index
+from .._store.open_path import RootPath, is_url, open_files, refuse_file_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ..._common.overwrite import Shapes
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 
@@ -79,19 +81,21 @@ def _write_all_ranks(
     target: SaveTarget,
     world_size: int,
     states: Callable[[int], tuple[Any, Any, Any]],
+    shapes: Shapes,
     like: Manifest,
     progress: Callable[[int], object] | None,
 ) -> RootPath:
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
-    `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
-    manifest, whose description is kept. `progress`: called with the bytes written since the last
-    call. After an error up to the commit, the target's old checkpoint is unchanged.
+    `states`: returns the dicts (model, optimizer, named states) of a rank. `shapes`:
+    of all tensors. `like`: the old manifest, whose description is kept. `progress`: called with the
+    bytes written since the last call. After an error up to the commit, the target's old checkpoint
+    is unchanged.
     """
     commit = Commit(target, world_size)
 
     def save() -> None:
-        commit.begin(states=like.states is not None)
+        commit.begin(states=like.states is not None, step=None, shapes=lambda: shapes)
         for rank in range(world_size):
             gathered = GatheredShards({})
             gathered.shards, _ = _core.shards_collect(
@@ -148,7 +152,7 @@ def reshard(
     world_size: int | None = None,
     step: int | str | None = None,
     pack_below_bytes: int = PACK_BELOW,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
     storage_options: Mapping[str, object] | None = None,
@@ -164,8 +168,7 @@ def reshard(
     source : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model, or a URL in an object store.
     target : str or os.PathLike
-        Folder or URL of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
-        must be empty or not exist.
+        Folder or URL of the new checkpoint. It must not be `source`.
     layout : Layout or str
         How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
@@ -174,9 +177,10 @@ def reshard(
         The step of a run, in `source`. Default: the newest.
     pack_below_bytes : int, default 262144
         As for `save`.
-    overwrite : bool, default False
-        Replace a checkpoint in `target`, including all steps of a `CheckpointManager`. Files of
-        other programs stay.
+    overwrite : bool, optional
+        Default: a checkpoint with the same names and shapes is replaced. True: replace any
+        checkpoint, the steps of a `CheckpointManager` included. False: replace nothing. See
+        docs/files.md.
     progress : callable, optional
         Called with the number of bytes written since the last call.
     lock_timeout : float, default 0
@@ -209,7 +213,7 @@ def reshard(
     with ``digest=True``, the target records digests too, is read again at the end, and is compared
     with the digests of the source.
 
-    With `overwrite`, the new checkpoint atomically replaces the newest one of `target`; then
+    With ``overwrite=True``, the new checkpoint atomically replaces the newest one of `target`; then
     the older steps are deleted. If the process is killed in between, the older steps stay until
     the same call is repeated.
 
@@ -223,7 +227,6 @@ def reshard(
     >>> mlstate.load(path + "/b").model["w"]
     array([0., 1., 2., 3., 4., 5.])
     """
-    check_flags(overwrite=overwrite)
     check_callback("progress", progress)
     if world_size is None:
         if not isinstance(layout, Layout):
@@ -240,8 +243,7 @@ def reshard(
         )
     old, new = _open_both(source, target, storage_options, step)
     content = new.content()
-    refuse_existing(new.folder, overwrite)
-    new.refuse_others(content)
+    new.refuse_foreign(overwrite)
     refuse_file_name(new.folder)
 
     def write() -> RootPath:
@@ -292,10 +294,11 @@ def reshard(
             "digest": has_digests(old),
         }
         saved = check_target(
-            SaveFolder(new.path, replace_steps=overwrite, content=content),
+            SaveFolder(new.path, overwrite=overwrite, content=content),
             complete_save_options(reshard, options),
         )
-        return _write_all_ranks(saved, world_size, states, manifest, progress)
+        shapes = shapes_of_index(merged)
+        return _write_all_ranks(saved, world_size, states, shapes, manifest, progress)
 
     written = Checkpoint(old.attempt(write))
     require_equal_copy(old, new.path, is_whole=True)

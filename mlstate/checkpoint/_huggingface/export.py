@@ -12,7 +12,6 @@ After each step the ranks agree that all succeeded; otherwise all raise.
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import zlib
@@ -33,10 +32,11 @@ from ..._common.budget import parse_size
 from ..._common.converted import float_name
 from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
+from ..._common.overwrite import Existing, require_free
 from ..._common.regular_file import check_regular, open_regular
 from ..._common.scales import CODE_FLOATS, facts_of, refuse_codes
 from ..._common.set_module import set_module
-from ..._common.store_error import os_errors, store_error
+from ..._common.store_error import os_errors
 from ..._common.waiting import remove_folder
 from ..._common.wrong_calls import explained
 from ..._sharding.layout import Shard
@@ -45,13 +45,15 @@ from ...errors import CompatibilityError, MLStateError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.weight_names import find_weights, index_of, is_index, stem_of
+from .._folder.weight_names import find_weights, index_of, is_index, stem_of, weights_root
 from .._options import SAVE_DEFAULTS
 from .._quantized.config import OTHER_FILES, find_entry, parse_entry
 from .._save.content import SaveContent, take_content
 from .._save.shards import GatheredShards, gather_shards
 from .._save.target import SaveTarget, check_target
+from .._sources.weights import HuggingFaceSource
 from .._states.collect import NO_STATES
+from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import open_folder
 from .config import config_of_dtype, has_codes, other_without_entry, weights_dtype
 from .export_plan import ExportPlan, StateTable, drop_copies, exchange_tables, make_plan, table_of
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5 * 2**30
 _CONFIG = "config.json"
+_NOT_COPIED = "which files_from= (--files-from on the command line) does not copy"
+_CACHES = (".cache", ".huggingface")  # that huggingface_hub creates in a folder of downloads
 # Files of weights, and their checksums, which are not copied from `files_from`.
 _WEIGHTS = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx",
@@ -190,24 +194,50 @@ def _take_state(
 # ---- the folder ----
 
 
-def _target_of(folder: str, replaced: Target | None) -> Target:
+def _target_of(
+    target: SaveTarget, start: Target | None, plan: ExportPlan, other_files: _Opened
+) -> Target:
     """Return the target of an export; raise StoreError (EEXIST) if it must not be replaced.
 
-    `replaced`: the Hugging Face folder to replace, as it was when the caller began; None: the
-    target must not exist.
+    `start`: as it was when the caller began; None: as it is now. `other_files`: the files that are
+    copied to it.
     """
-    if replaced is None:
-        target = Target.of(folder)
-        if target.is_vacant:
-            return target
-    elif replaced.is_vacant or (os.path.isdir(folder) and find_weights(LocalFolder(folder))):
-        return replaced
-    text = (
-        "it exists already, and is not a Hugging Face folder"
-        if replaced
-        else "it exists already: choose another path, or delete it first"
-    )
-    raise store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
+    start = start or Target.of(target.path)
+    existing = None if start.is_vacant else _existing(start, plan.stem, other_files)
+    shapes = {name: shape for file in plan.tensors for name, _, shape in file}
+    overwrite = target.request.overwrite
+    require_free(start.path, existing, overwrite, "huggingface", lambda: shapes)
+    return start
+
+
+def _existing(start: Target, stem: str, other_files: _Opened) -> Existing:
+    """Return what exists at a target that is not free, for weights whose names begin with `stem`.
+
+    A file that the new folder would not have is a reason not to replace it; hidden files and
+    checksums are not, nor folders of downloads.
+    """
+    folder, kind = LocalFolder(start.path), "huggingface"
+    root = find_weights(folder) if start.is_folder else None
+    if root is None:
+        return Existing(kind, foreign="is not a Hugging Face folder")
+    with os_errors("cannot list the folder", start.path), os.scandir(start.path) as entries:
+        is_folder = {entry.name: entry.is_dir() for entry in entries}
+
+    def is_kept(name: str) -> bool:
+        if is_folder[name]:
+            return name in _CACHES
+        is_weights = weights_root([name]) is not None and stem_of([name]) == stem
+        return is_weights or name in other_files or name.startswith(".") or name.endswith(CHECKSUMS)
+
+    if lost := sorted(name for name in is_folder if not is_kept(name)):
+        return Existing(kind, foreign=f"would lose {lost[0]!r}, {_NOT_COPIED}")
+    files = CheckpointFiles(folder)
+    try:
+        merged = HuggingFaceSource(files, root).merged
+        shapes = {key: shape for _, key, _, _, _, shape, *_ in merged.tensors()}
+    except MLStateError as error:
+        return Existing(kind, dict, damage=str(error))
+    return Existing(kind, lambda: shapes)
 
 
 def is_copied(name: str) -> bool:
@@ -404,7 +434,7 @@ def write_folder(
                             other_files = _files_to_copy(source)
                             # the other files there belong to weights of this name
                             plan = _checked_entry(source, plan.named(stem_of(source.names(""))))
-                        final = _target_of(folder, start)
+                        final = _target_of(target, start, plan, other_files)
                         _begin(temporary, plan)
                 if group is not None:
                     names = next(iter(group.gather_bytes(os.fsencode(f"{plan.stem}\0{temporary}"))))
@@ -431,13 +461,14 @@ def take_export(
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     rename: Mapping[str, str] | None = None,
     dtype: object = None,
+    overwrite: bool | None = None,
 ) -> Export:
     """Return the checked request of an export; the parameters are of `export_huggingface`.
 
     No array is copied. With a group, an error about the model is kept in ``content.error`` of the
     result, so that all ranks raise together; errors about other arguments are raised at once.
     """
-    target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
+    target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group}, overwrite=overwrite)
     max_bytes = parse_size("max_shard_bytes", max_shard_bytes, 1)
     dtype_name = "" if dtype is None else float_name(dtype)
     content, table = _take_state(target, model, rename, dtype_name)
@@ -476,8 +507,7 @@ def export(
 ) -> None:
     """Export a model; the parameters are as for `export_huggingface`.
 
-    `start`: the target when the caller began: a Hugging Face folder there is replaced. None: the
-    target must be new.
+    `start`: the target when the caller began; None: as it is now.
     """
     gathered, plan = gather_parts(request)
     write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
@@ -494,6 +524,7 @@ def export_huggingface(
     rename: Mapping[str, str] | None = None,
     files_from: str | os.PathLike[str] | None = None,
     dtype: object = None,
+    overwrite: bool | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
     """
@@ -509,7 +540,7 @@ def export_huggingface(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder to write. It must be empty or not exist. All ranks need access to its parent.
+        Folder to write. All ranks need access to its parent.
     model : torch.nn.Module or mapping of str to array
         The model, as for `save`: a plain, DDP, FSDP1 or FSDP2 module, with or without tensor
         parallelism, or a state dict of arrays and `Shard` objects.
@@ -529,14 +560,18 @@ def export_huggingface(
         float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
         torch. All floats are written in this dtype, rounded to nearest; 8-bit floats by their
         values. Integers, bool and complex numbers keep their dtypes.
+    overwrite : bool, optional
+        Default: a folder of weights with the same names and shapes is replaced. True: replace any
+        Hugging Face folder. False: replace nothing. A folder with files that the new one would
+        lack, such as ``config.json`` without `files_from`, is always refused. See docs/files.md.
     progress : callable, optional
         Called with the number of bytes that this rank has written since the last call.
 
     Raises
     ------
     StoreError
-        `path` exists and is not empty, or appeared during the export (EEXIST), or the operating
-        system refused.
+        `path` exists and `overwrite` does not replace it, or it changed during the export (EEXIST),
+        or the operating system refused.
     ValueError
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.
@@ -570,6 +605,12 @@ def export_huggingface(
     """
     check_callback("progress", progress)
     request = take_export(
-        path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
+        path,
+        model=model,
+        group=group,
+        max_shard_bytes=max_shard_bytes,
+        rename=rename,
+        dtype=dtype,
+        overwrite=overwrite,
     )
     export(request, files_from, progress=progress)

@@ -48,10 +48,17 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ...errors import CollectiveError, MLStateError, StoreError
+from ..._common.overwrite import KEPT, damage_warning, difference_of, refusal
+from ...errors import CollectiveError, FormatError, MLStateError, StoreError
 from .._folder.names import FOLDERS, MANIFEST
 from .._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
-from .._store.checkpoint_files import Generation, Replaced, generations_to_delete, root_path
+from .._store.checkpoint_files import (
+    Generation,
+    Replaced,
+    generations_to_delete,
+    root_path,
+    shapes_of_index,
+)
 from .._store.index_patterns import pattern_of, with_patterns
 from .._store.manifest import IndexRecord, Manifest, build_checked, time_text
 from .._store.open_path import RootPath
@@ -61,6 +68,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ..._common.callback import Progress
+    from ..._common.overwrite import Shapes
     from ...collectives import ProcessGroup
     from .._folder.protocol import Claim
     from .shards import GatheredShards
@@ -139,55 +147,121 @@ class Commit:
 
     # ---- begin: rank 0 takes the claim and chooses the generation ----
 
-    def begin(self, *, states: bool) -> None:
+    def begin(self, *, states: bool, step: int | None, shapes: Callable[[], Shapes | None]) -> None:
         """Choose a generation (random id of this save) for every rank, or raise on every rank.
 
-        `states` tells whether the save has named states, which need their own subfolder.
+        `states` tells whether the save has named states, which need their own subfolder. `step`: of
+        the new checkpoint. `shapes` returns the whole shapes of this rank's tensors, None if it
+        cannot save; it is called only if the target's tensors must be compared.
         """
         if self._group is None and self._claim is not None:
-            self._take(self._claim, states=states)
+            if self._take(self._claim, step):
+                self._refuse_others([shapes()])
+            self._generation = self._choose_generation(self._claim, states=states)
             return
+
+        def take(claim: Claim) -> dict[str, Any]:
+            return {} if self._take(claim, step) else choose(claim)
+
+        def choose(claim: Claim) -> dict[str, Any]:
+            return {"generation": self._choose_generation(claim, states=states)}
+
+        answer = self._broadcast(take)
+        if not answer:
+            import json
+
+            tables = gather_bytes(self._group, json.dumps(shapes()).encode(), root=0)
+
+            def compare(claim: Claim) -> dict[str, Any]:
+                self._refuse_others([*map(json.loads, tables)])
+                return choose(claim)
+
+            answer = self._broadcast(compare)
+        self._generation = answer["generation"]
+
+    def _broadcast(self, decide: Callable[[Claim], dict[str, Any]]) -> dict[str, Any]:
+        """Return on every rank what `decide` returns on rank 0, or raise its error on all."""
         error: BaseException | None = None
         message = b""
         try:
             if self._claim is not None:
                 try:
-                    self._take(self._claim, states=states)
-                    message = pack_message({"generation": self._generation})
+                    message = pack_message(decide(self._claim))
                 except BaseException as caught:
                     error = caught
-                    message = pack_message({"error": error_text(caught)})
+                    number = getattr(caught, "errno", None)
+                    message = pack_message({"error": error_text(caught), "errno": number})
             answer = unpack_message(broadcast_text(self._group, message))
             if error is not None:
                 raise error
             if "error" in answer:
-                raise StoreError(f"rank 0 cannot begin to save: {answer['error']}", rank=0)
-            self._generation = answer["generation"]
+                text = f"rank 0 cannot begin to save: {answer['error']}"
+                number = answer["errno"]
+                raise StoreError(*([] if number is None else [number]), text, rank=0)
+            return answer
         finally:
             del error  # its traceback refers to this frame
 
-    def _take(self, claim: Claim, *, states: bool) -> None:
-        """Take the claim to the folder, and choose the generation (the name) of this save.
+    def _take(self, claim: Claim, step: int | None) -> bool:
+        """Take the claim; return whether the tensors of the old checkpoint must be compared.
 
-        The generation is recorded in the lock's file, so that a later writer can delete its files.
-        `states`: create the subfolder of named states too. Raises StoreError if the folder has
-        changed since the caller looked at it, or holds a manager's steps.
+        This is so unless the old one and the new one are steps of a run. Raises StoreError if the
+        folder must not be replaced, has changed since the caller looked at it, or holds a manager's
+        steps. Nothing is written but the lock.
         """
-        files = self._files
-        self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
+        files, request = self._files, self._target.request
+        is_manager, overwrite = request.retain is not None, request.overwrite
+        if not is_manager:
+            files.refuse_foreign(overwrite)
+        self._folder.create(())
         claim.acquire()
-        request = self._target.request
         if request.content is not None:
             files.refuse_change(request.content)
         self._replaced = files.find_replaced(
-            refuses_steps=request.retain is None and not request.replace_steps,
-            warn=self._target.caller.warn,
+            refuses_steps=not is_manager and not overwrite, warn=self._target.caller.warn
         )
+        before = self._replaced.manifest
+        if before is None or is_manager or overwrite:
+            return False
+        if overwrite is False:  # it was written after `refuse_foreign`
+            raise refusal(files.path, KEPT)
+        return request.content is not None or None in (step, before.step)
+
+    def _refuse_others(self, tables: list[Shapes | None]) -> None:
+        """Raise StoreError (EEXIST) if the old checkpoint has other tensors; warn if damaged.
+
+        `tables`: the shapes of each rank's tensors; None if a rank cannot save, which `commit`
+        raises.
+        """
+        new: dict[str, Any] = {}
+        for table in tables:
+            if table is None:
+                return
+            new |= table
+        manifest = self._replaced.manifest
+        assert manifest is not None
+        try:
+            merged = self._files.load_merged_index(manifest)
+        except (FormatError, FileNotFoundError) as error:
+            self._target.caller.warn(damage_warning(error))
+            return
+        if text := difference_of(shapes_of_index(merged), new):
+            raise refusal(self._files.path, text)
+        if manifest.world_size == 1:
+            self._merged_indexes[manifest.generation] = merged
+
+    def _choose_generation(self, claim: Claim, *, states: bool) -> str:
+        """Return the generation (the name) of this save; create the subfolders that it needs.
+
+        The generation is recorded in the lock's file, so that a later writer can delete its files.
+        `states`: create the subfolder of named states too.
+        """
+        self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
         if claim.unfinished is not None:
-            files.delete_unfinished(claim.unfinished, self._replaced.manifest)
+            self._files.delete_unfinished(claim.unfinished, self._replaced.manifest)
         generation = os.urandom(8).hex()
         claim.note(generation)
-        self._generation = generation
+        return generation
 
     # ---- write: every rank writes its own files ----
 
@@ -249,6 +323,8 @@ class Commit:
             if before is None or rank >= before.world_size:
                 return None
             record = before.indexes[rank]
+            if before.generation in self._merged_indexes:
+                return self._merged_indexes[before.generation]
             return _core.MergedIndex((self._folder.read(record.path),), (record.path,))
         except MLStateError:
             return None  # damaged or missing: every shard is written
@@ -394,7 +470,7 @@ class Commit:
             roots = {**target.retain(manifest), MANIFEST: manifest}
             # a killed writer may have left the root of its first step, without a manifest
             before = self._replaced
-            if before.manifest is not None or before.has_steps or target.request.replace_steps:
+            if before.manifest is not None or before.has_steps or target.request.overwrite:
                 self._files.prune(merged_indexes=self._merged_indexes, roots=roots)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"
@@ -407,7 +483,7 @@ class Commit:
         stay ("kept"), or {} if they are unknown; see `generations_to_delete`.
         """
         before, request = self._replaced.manifest, self._target.request
-        deletes_roots = request.retain is not None or request.replace_steps
+        deletes_roots = request.retain is not None or request.overwrite
         if before is None and not deletes_roots:
             return {}
         with suppress(MLStateError, MemoryError):
@@ -478,8 +554,12 @@ def write_and_commit(
     """
     commit = Commit(target)
 
+    def shapes() -> Shapes | None:
+        return None if gathered.shards is None else _core.shards_shapes(gathered.shards)
+
     def save() -> None:
-        commit.begin(states=bool(gathered.header.get("states")))
+        header = gathered.header
+        commit.begin(states=bool(header.get("states")), step=header.get("step"), shapes=shapes)
         commit.write(gathered, progress, freed)
         commit.commit(gathered.header, gathered.copies)
         commit.delete_replaced()

@@ -244,14 +244,17 @@ class SaveContent:
         self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
-def _refuse_manager_folder_early(target: SaveTarget) -> None:
-    """Raise StoreError (EEXIST) if the folder is a manager's, before the thread starts.
+def _refuse_folder_early(target: SaveTarget) -> None:
+    """Raise StoreError (EEXIST) for a manager's folder, or another program's, in the caller.
 
     Other errors are left to the commit.
     """
-    if target.keep_root or target.request.replace_steps:
+    if target.keep_root:
         return
     try:
+        target.files.refuse_foreign(target.request.overwrite)
+        if target.request.overwrite:
+            return
         target.files.refuse_steps(target.files.list_roots())
     except StoreError as error:
         if error.errno == errno.EEXIST:
@@ -276,7 +279,7 @@ def take_content(
     try:
         optimizer, states = _place_optimizer(optimizer, options["states"])
         if in_thread and target.rank == 0 and target.files.folder.is_local:
-            _refuse_manager_folder_early(target)
+            _refuse_folder_early(target)
         refuse_empty_save(model, optimizer, states)
         excluded = Excluded(options["exclude"])
         ranks = target.world_size

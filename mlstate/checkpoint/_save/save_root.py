@@ -33,9 +33,10 @@ def save_root(
     step: int | None,
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool | None = None,
 ) -> RootPath:
     """Save as `save` does, and return the saved root; `options` may lack keywords."""
     options = {**SAVE_DEFAULTS, **options}
-    target = check_target(path, options, storage_options)
+    target = check_target(path, options, storage_options, overwrite)
     content = take_content(target, model, optimizer, step, options)
     return write_and_commit(target, gather_shards(target, content), options["progress"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.budget import parse_size
 from ..._common.caller import Caller, find_caller
+from ..._common.overwrite import check_overwrite
 from ..._sharding.layout import Layout
 from ...collectives._arguments import optional_group
 from .._folder.protocol import Claim, require_local
@@ -30,7 +31,7 @@ class SaveFolder(NamedTuple):
     # Called after the commit with the new manifest. It deletes old roots and returns the
     # manifests of the remaining roots, by their paths in the folder.
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
-    replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    overwrite: bool | None = None  # True: a manager's steps too; see `mlstate._common.overwrite`
     content: FolderContent | None = None  # if given, only this is replaced
     any_suffix: bool = False  # the caller's program chooses the name
     # entries of modules that are not tensors, and torch's metadata, by name of the state or None
@@ -79,7 +80,7 @@ class SaveTarget(NamedTuple):
         """Delete old roots after `newest` was committed; return the remaining ones by path."""
         if self.request.retain is not None:
             return self.request.retain(newest)
-        if self.request.replace_steps:
+        if self.request.overwrite:
             self.files.delete_roots(self.files.list_roots())
         return {}
 
@@ -88,13 +89,16 @@ def check_target(
     path: str | os.PathLike[str],
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
+    overwrite: bool | None = None,
 ) -> SaveTarget:
     """Check the arguments and return where and how to save; the claim is not acquired yet.
 
-    `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
-    `complete_save_options` returns them. Raises TypeError or ValueError for a wrong argument.
+    `path` may be a `SaveFolder`, of a manager, with its own `overwrite`. `options` has all
+    keywords, as `complete_save_options` returns them. Raises TypeError or ValueError for a wrong
+    argument.
     """
-    save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
+    save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path, overwrite=overwrite)
+    save_folder = save_folder._replace(overwrite=check_overwrite(save_folder.overwrite))
     folder = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
     claim = folder.claim(options["lock_timeout"])
     if options["incremental"]:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.overwrite import KEPT, check_overwrite, damage_warning, refusal
 from ..._common.store_error import format_error, store_error
+from ..._common.text import shorten
 from ...errors import ChecksumError, FormatError, MLStateError, StoreError
 from .._folder.names import (
     FOLDERS,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from typing import TypeAlias, TypeVar
 
+    from ..._common.overwrite import Shapes
     from .._folder.protocol import Folder
 
     Indexes: TypeAlias = Mapping[str, _core.MergedIndex]  # by generation
@@ -65,6 +68,11 @@ class Replaced(NamedTuple):
     manifest: Manifest | None  # None: there is none, or it is damaged
     sequence: int  # of the new save
     has_steps: bool  # whether there are roots under ``roots/``
+
+
+def shapes_of_index(merged: _core.MergedIndex) -> Shapes:
+    """Return the shapes of all tensors by section and key, such as ``params/w``."""
+    return {f"{section}/{key}": shape for section, key, _, _, _, shape, *_ in merged.tensors()}
 
 
 class Generation(NamedTuple):
@@ -233,7 +241,7 @@ class CheckpointFiles:
                 _core.json_checksum_check(data, self.path)
             except FormatError:
                 log("WARNING", "%s: the checkpoint is damaged and replaced: %s", self.path, error)
-                warn(f"the existing checkpoint is damaged and will be replaced: {error}")
+                warn(damage_warning(error))
                 return None
             raise
 
@@ -268,7 +276,8 @@ class CheckpointFiles:
         if roots and self.holds_steps(roots):
             text = (
                 "the folder holds the steps of a CheckpointManager: save with "
-                "CheckpointManager(path).save(step, ...), or into another folder"
+                "CheckpointManager(path).save(step, ...), or into another folder; overwrite=True "
+                "(--overwrite on the command line) deletes the steps"
             )
             raise store_error(OSError(errno.EEXIST, text), "cannot save the checkpoint", self.path)
 
@@ -285,16 +294,22 @@ class CheckpointFiles:
             manifest = self.folder.read(MANIFEST)
         return FolderContent(manifest, tuple(self.list_roots()) if roots else None)
 
-    def refuse_others(self, content: FolderContent) -> None:
-        """Raise StoreError (EEXIST) if a local folder has no checkpoint, but files of others.
+    def refuse_foreign(self, overwrite: bool | None = None) -> None:
+        """Raise StoreError (EEXIST) for a local path without checkpoint that is not free.
 
-        `content`: of the folder, which a writer wants to replace.
+        It is a file, or a folder with files of other programs. With `overwrite` False, any path
+        that is not free is refused, in a store too.
         """
-        if content != (None, ()) or not os.path.isdir(self.path):
+        overwrite = check_overwrite(overwrite)
+        if overwrite is False and not self.folder.is_empty():
+            raise refusal(self.path, KEPT)
+        if not self.folder.is_local or self.folder.exists(MANIFEST) or self.folder.is_empty():
             return
-        if foreign := self.foreign_files():
-            text = f"it is not a checkpoint, and holds {foreign[0]!r}; choose another path"
-            raise store_error(OSError(errno.EEXIST, text), "cannot write the target", self.path)
+        if not os.path.isdir(self.path):
+            raise refusal(self.path, "is a file, and a checkpoint is a folder", is_foreign=True)
+        if not self.list_roots() and (foreign := self.foreign_files()):
+            text = f"is not a checkpoint, and holds {shorten(repr(foreign[0]), 80)}"
+            raise refusal(self.path, text, is_foreign=True)
 
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder's checkpoints have changed since `before`.

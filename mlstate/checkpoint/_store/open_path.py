@@ -1,14 +1,12 @@
-"""Paths and URLs of checkpoints: checked, opened as folder; suffixes and existing files refused."""
+"""Paths and URLs of checkpoints: checked, opened as folder; suffixes of other files refused."""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 from ..._common.local_path import local_folder
-from ..._common.store_error import store_error
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.protocol import Folder, Probe, require_local
@@ -207,13 +205,3 @@ def refuse_format(folder: Folder, name: str) -> None:
     """Raise ValueError for files of the format `name` in a store: these are only local."""
     remedy = "copy it from or to a local path by the store's own tool, and convert there"
     require_local(folder, f"the format {name}", remedy)
-
-
-def refuse_existing(folder: Probe, overwrite: bool) -> None:
-    """Raise StoreError (EEXIST) if a path exists; an empty folder, or `overwrite`, is accepted."""
-    if not overwrite and not folder.is_empty():
-        text = (
-            "it exists already; overwrite=True (--force on the command line) replaces all of it, "
-            "the steps of a CheckpointManager included"
-        )
-        raise store_error(OSError(errno.EEXIST, text), "cannot write the target", folder.path)

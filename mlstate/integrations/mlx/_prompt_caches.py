@@ -26,7 +26,11 @@ _Path = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 @set_module("mlstate.integrations.mlx")
 def save_prompt_cache(
-    path: _Path, cache: list[Any], metadata: Mapping[str, str] | None = None
+    path: _Path,
+    cache: list[Any],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool | None = None,
 ) -> None:
     """Write a prompt cache of mlx-lm to a file, atomically and with checksums.
 
@@ -35,11 +39,14 @@ def save_prompt_cache(
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        File to write, with the name as it is. An existing file is replaced; see `save_file`.
+        File to write, with the name as it is.
     cache : list of layers
         As ``make_prompt_cache`` returns it. It is not changed.
     metadata : mapping of str to str, optional
         Texts to store, such as the name of the model.
+    overwrite : bool, optional
+        As for `save_file`. A cache whose arrays have grown has other shapes: its file is replaced
+        only by ``overwrite=True``.
 
     Raises
     ------
@@ -53,7 +60,7 @@ def save_prompt_cache(
     ValueError
         A key of `metadata` is ``"mlstate"`` or starts with ``"mlstate."``.
     StoreError
-        The operating system refused: an `OSError` with its ``errno``. The file is unchanged.
+        The operating system refused, or the path exists (EEXIST). The file is unchanged.
 
     Notes
     -----
@@ -80,7 +87,7 @@ def save_prompt_cache(
     refuse_unstored(layers)
     texts = {} if metadata is None else metadata
     arrays, entries = flatten_prompt(layers, texts, installed_generation())
-    save_file(arrays, path, entries)
+    save_file(arrays, path, entries, overwrite=overwrite)
 
 
 @set_module("mlstate.integrations.mlx")

@@ -160,7 +160,7 @@ def test_weights_that_are_not_listed_warn(folder):
 def test_existing_checksums_need_overwrite(folder):
     checksum(folder)
     flip(folder / "config.json", 0)
-    with pytest.raises(StoreError, match="the checksums exist"):
+    with pytest.raises(StoreError, match="the files no longer match it; overwrite=True"):
         checksum(folder)
     assert problems_of(folder)
     checksum(folder, overwrite=True)
@@ -442,9 +442,11 @@ def test_snapshot_of_the_hub_can_have_checksums(hub):
 def test_command_writes_and_replaces(folder, capsys):
     assert main(["checksum", str(folder)]) == 0
     assert "checksums of 4 files" in capsys.readouterr().out
+    assert main(["checksum", str(folder)]) == 0
+    (folder / "config.json").write_bytes(b"[]")
     assert main(["checksum", str(folder)]) == 2
-    assert "--force" in capsys.readouterr().err
-    assert main(["checksum", str(folder), "--force", "--json"]) == 0
+    assert "--overwrite" in capsys.readouterr().err
+    assert main(["checksum", str(folder), "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"]["config.json"] == 2
     assert main(["inspect", str(folder)]) == 0
     assert "with checksums" in capsys.readouterr().out

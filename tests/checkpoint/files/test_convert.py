@@ -171,7 +171,7 @@ def test_an_array_of_no_part_is_refused(tmp_path):
     path = tmp_path / "x.safetensors"
     texts = {"model": None, "optimizer": json.dumps({"kind": "optimizer"})}
     for name in ("w", "other.w", "model"):
-        save_file({name: np.ones(2)}, path, {PARTS: json.dumps({"parts": texts})})
+        save_file({name: np.ones(2)}, path, {PARTS: json.dumps({"parts": texts})}, overwrite=True)
         with pytest.raises(FormatError, match=f"array '{name}' belongs to no part") as caught:
             read_any(path)
         assert (caught.value.path, caught.value.name) == (str(path), PARTS)

@@ -338,7 +338,7 @@ def test_one_safetensors_file_keeps_its_kind_and_maps(tmp_path):
     loaded = mlstate.load(path, mmap=True)
     assert loaded.model.model_type == "x" and loaded.metadata == {"k": "v"}
     assert not loaded.model["b"].flags.writeable
-    mlstate.save_file(mlstate.OptimizerStateDict(MOMENTS, step=3), path)
+    mlstate.save_file(mlstate.OptimizerStateDict(MOMENTS, step=3), path, overwrite=True)
     assert mlstate.load(path).optimizer.step == mlstate.load(path).step == 3
 
 

@@ -35,7 +35,7 @@ def test_verify_reports_missing_checksums(folder, capsys):
     assert "no checksums: only its structure was looked at" in capsys.readouterr().out
     write_weight_file(folder / "other.safetensors", {"x": np.ones(1, np.float32)})
     for path in folder.glob("model*.safetensors"):
-        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"})
+        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"}, overwrite=True)
     assert main(["verify", str(folder), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["format"], data["checksums"]) == ("huggingface", True)

@@ -68,7 +68,11 @@ def test_convert_keeps_the_files_of_a_hugging_face_folder(tmp_path, capsys):
         "tokenizer.json",
     ]
     (tmp_path / "other").mkdir()
-    words = ["convert", str(source), str(out), "--to", "huggingface", "--force"]
+    words = ["convert", str(source), str(out), "--to", "huggingface", "--overwrite"]
+    assert main([*words, "--files-from", str(tmp_path / "other")]) == 2
+    assert "would lose 'config.json', which --files-from does not copy" in capsys.readouterr().err
+    for name in ("config.json", "tokenizer.json"):
+        (out / name).unlink()
     assert main([*words, "--files-from", str(tmp_path / "other")]) == 0
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     mlstate.save(tmp_path / "own", {"w": np.ones(4)})

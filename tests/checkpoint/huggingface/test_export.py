@@ -253,7 +253,7 @@ def die(*args):
 steps = [(module, "_write_parts"), (module, "_checksums"), (module.LocalFolder, "overwrite_start"),
          (module, "_copy_file"), (_core, "path_rename")]
 setattr(*steps[{step}], die)
-taken = module.take_export({target!r}, {{"w": np.ones(9)}})
+taken = module.take_export({target!r}, {{"w": np.ones(9)}}, overwrite={overwrite})
 module.export(taken, {source!r}, Target.of({target!r}) if {overwrite} else None)
 """
 
@@ -269,7 +269,8 @@ def test_interrupted_export_keeps_the_target(tmp_path, monkeypatch, step, overwr
 
     def export():
         start = Target.of(target) if overwrite else None
-        export_module.export(export_module.take_export(target, state_of()), source, start)
+        request = export_module.take_export(target, state_of(), overwrite=overwrite)
+        export_module.export(request, source, start)
 
     def is_unchanged():
         if not overwrite:
@@ -323,21 +324,21 @@ def test_convert_exports_the_model_of_a_checkpoint(tmp_path, capsys):
     assert len(inspect_checkpoint(out).files()) == 2
     assert (tmp_path / "out" / "config.json").exists()
     assert main(command) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert main([*command, "--force"]) == 0
+    assert "would lose 'config.json'" in capsys.readouterr().err
+    assert main([*command, *options[:2], "--overwrite"]) == 0
     assert len(inspect_checkpoint(out).files()) == 1
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.npz"), *options]) == 2
     assert "--files-from requires --to huggingface" in capsys.readouterr().err
     flip_shard(tmp_path / "run", manager.checkpoint(1).shards()[0])
-    assert main([*command, "--force"]) == 2  # a damaged source is not exported
+    assert main([*command, *options[:2], "--overwrite"]) == 2  # a damaged source is not exported
     assert mlstate.verify(out)
 
 
-def test_force_replaces_only_hugging_face_folders(tmp_path, capsys):
+def test_overwrite_replaces_only_hugging_face_folders(tmp_path, capsys):
     mlstate.save(tmp_path / "own", {"w": np.ones(3)})
     mlstate.save_file({"w": np.ones(3)}, tmp_path / "a.safetensors")
     command = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "own")]
-    assert main([*command, "--to", "huggingface", "--force"]) == 2
+    assert main([*command, "--to", "huggingface", "--overwrite"]) == 2
     assert "is not a Hugging Face folder" in capsys.readouterr().err
     assert mlstate.verify(tmp_path / "own")
 

@@ -301,7 +301,7 @@ def test_interpreter_waits_for_the_export_and_prints_its_error(path):
     child.run(code)
     assert mlstate.load(path).model["w3"][-1] == 3
     assert mlstate.verify(path)
-    done = child.attempt(code)
+    done = child.attempt(code.replace("state)", "state, overwrite=False)"))
     assert done.returncode == 0
     assert "StoreError" in done.stderr
     assert f"save of {path} failed, and wait() was not called" in done.stderr

@@ -126,9 +126,11 @@ def test_reshard_and_convert_read_it(folder, tmp_path):
     assert same(read_any(tmp_path / "a.npz")[0], arrays_of())
 
 
-def test_a_save_into_the_folder_becomes_the_checkpoint(folder):
-    mlstate.save(folder, {"own": np.ones(2)})
-    assert set(mlstate.load(folder).model) == {"own"}
+def test_a_save_into_the_folder_is_refused(folder):
+    for overwrite in (None, True):
+        with pytest.raises(mlstate.StoreError, match="is not a checkpoint, and holds"):
+            mlstate.save(folder, {"own": np.ones(2)}, overwrite=overwrite)
+    assert same(mlstate.load(folder).model, arrays_of())
 
 
 def test_links_as_in_a_cache_are_followed(folder, tmp_path):
@@ -177,7 +179,7 @@ def test_verify_checks_structure_and_own_checksums(folder):
     assert (report.bytes, report.strange) == (sum(listed), [])
     for path in folder.glob("*.safetensors"):
         state = mlstate.load_file(path)
-        mlstate.save_file(state, path, {"format": "pt"})
+        mlstate.save_file(state, path, {"format": "pt"}, overwrite=True)
     data = sum(a.nbytes for a in arrays_of().values())
     assert mlstate.verify(folder).bytes == data + sum(listed)
     shard = next(s for s in inspect_checkpoint(folder).shards() if s.key == "layers.1.weight")
@@ -362,7 +364,7 @@ def test_a_wrong_total_is_a_warning(tmp_path, total):
 def test_checksums_are_compared_despite_warnings(tmp_path, change):
     folder, index = three_files(tmp_path)
     for path in folder.glob("*.safetensors"):
-        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"})
+        mlstate.save_file(mlstate.load_file(path), path, {"format": "pt"}, overwrite=True)
     index["weight_map"] |= (
         {"ghost": "model-00001-of-00003.safetensors"} if change == "ghost" else {}
     )

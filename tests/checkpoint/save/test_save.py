@@ -99,14 +99,15 @@ def test_classes_attributes_and_metadata_come_back(path):
     assert (loaded.optimizer.step, loaded.optimizer.learning_rate) == (7, 0.5)
     assert loaded.metadata == checkpoint.metadata == metadata
     assert loaded.step == checkpoint.step == 7
-    again = mlstate.save(path, model, metadata={"pair": (1, (2,))})  # as JSON returns it
+    metadata = {"pair": (1, (2,))}  # as JSON returns it
+    again = mlstate.save(path, model, metadata=metadata, overwrite=True)
     assert mlstate.load(path).metadata == again.metadata == {"pair": [1, [2]]}
 
 
 def test_a_model_or_an_optimizer_alone(path):
     mlstate.save(path, {"w": np.ones(2)})
     assert mlstate.load(path).optimizer is None
-    mlstate.save(path, optimizer={"w.m": np.ones(2)}, step=0)
+    mlstate.save(path, optimizer={"w.m": np.ones(2)}, step=0, overwrite=True)
     loaded = mlstate.load(path)
     assert (loaded.model, loaded.step) == (None, 0)
     assert type(loaded.optimizer) is StateDict
@@ -234,7 +235,8 @@ def test_damaged_shard_is_rewritten(path):
 def test_a_damaged_checkpoint_can_be_saved_over(path):
     checkpoint = mlstate.save(path, {"w": random(10)})
     (path / "index" / f"{checkpoint.generation}.0.json").write_bytes(b"{}")
-    mlstate.save(path, {"w": random(10)})  # without a warning
+    with pytest.warns(UserWarning, match="damaged and will be replaced"):
+        mlstate.save(path, {"w": random(11)})
     assert mlstate.verify(path)
 
 
@@ -303,7 +305,7 @@ def test_the_caller_is_found_or_memory_is_short():
 def test_tensors_come_and_go_and_change_their_shape(path):
     mlstate.save(path, {"a": random(10), "b": random((4, 4)), "c": random(3)})
     state = {"b": random((2, 8)), "c": random(3).astype(np.float64), "d": random(5)}
-    mlstate.save(path, state)
+    mlstate.save(path, state, overwrite=True)
     assert same(state, mlstate.load(path).model)
     assert not mlstate.verify(path).leftover
 
@@ -417,7 +419,7 @@ def test_without_a_layout_parts_are_cut_as_they_were_saved(path):
     mlstate.save(path, state, layout=Layout.flat(4))
     got = mlstate.load(path, rank=1, world_size=3).model["flat"]
     assert same({"x": got}, {"x": part(flat, [("flat", 3)], 1)})
-    mlstate.save(path, {"w": rows})
+    mlstate.save(path, {"w": rows}, overwrite=True)
     with pytest.warns(CheckpointWarning, match="rank 2 of 3 gets all of each tensor.* layout="):
         assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3).model)
     assert same({"w": rows}, mlstate.load(path, rank=2, world_size=3, layout="whole").model)
@@ -602,7 +604,7 @@ def test_mapped_arrays_are_views_that_outlive_the_checkpoint(path):
     mlstate.save(path, state)
     mapped = mlstate.load(path, mmap=True).model
     assert not mapped["w"].flags.writeable and not mapped["w"].flags.owndata
-    mlstate.save(path, {"other": random(2)})  # deletes the files
+    mlstate.save(path, {"other": random(2)}, overwrite=True)  # deletes the files
     assert same(state, mapped)
 
 

@@ -265,7 +265,9 @@ def test_staging_memory_serves_one_save_at_a_time(path, paused):
         save_async(path, {"w": np.zeros(3)}, staging=staging)
     paused.set()
     first.wait()
-    second = save_async(path, {"w": np.ones(40)}, staging=staging)  # more than the budget
+    second = save_async(
+        path, {"w": np.ones(40)}, staging=staging, overwrite=True
+    )  # more than the budget
     assert second.wait().load().model["w"].sum() == 40
 
 
@@ -339,7 +341,8 @@ def complain(count):
 
 def blocked(path):
     """A path at which no checkpoint can be created."""
-    path.write_bytes(b"")
+    path.mkdir()
+    (path / "params").write_bytes(b"")
     return path
 
 

@@ -279,7 +279,7 @@ def test_damaged_base_gets_no_overlay(path):
 def test_new_shape_starts_a_new_base(path):
     mlstate.save(path, {"e": table()}, incremental=True, pack_below_bytes=0)
     state = {"e": table(rows=ROWS + 1)}
-    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0, overwrite=True)
     assert layers_of(saved) == {"e": None}
     assert [t.version for t in saved.tensors()] == [1]
     assert good(path, state)

@@ -43,7 +43,7 @@ def test_shards_that_make_no_tensor_do_not_replace_a_checkpoint(path, other):
             shape = (3,) if other == "shape" else shape
             array = array[:1] if other == "shape" else array
         shard = Shard(array, layout, group.rank, shape=shape)
-        return mlstate.save(path, {"w": shard}, group=group)
+        return mlstate.save(path, {"w": shard}, group=group, overwrite=True)
 
     first, second = outcomes(2, save)
     assert isinstance(first, mlstate.FormatError)
@@ -105,7 +105,9 @@ def test_ranks_that_lack_a_part_of_a_tensor_replace_no_checkpoint(path, case):
     mlstate.save(path, {"w": ROWS})
     before = set(files_of(path))
     state, text = INCOMPLETE[case]
-    for error in outcomes(3, lambda group: mlstate.save(path, state(group), group=group)):
+    for error in outcomes(
+        3, lambda group: mlstate.save(path, state(group), group=group, overwrite=True)
+    ):
         with pytest.raises((ValueError, mlstate.CollectiveError), match=text):
             raise error
     assert set(files_of(path)) == before

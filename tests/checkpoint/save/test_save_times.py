@@ -61,8 +61,9 @@ def test_the_managers_next_save_waits_for_the_one_before(tmp_path, blocking_call
 
 
 def test_a_save_that_failed_has_ended(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    handle = save_async(tmp_path / "file", {"w": np.ones(9)})
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "params").write_bytes(b"")
+    handle = save_async(tmp_path / "c", {"w": np.ones(9)})
     with pytest.raises(StoreError):
         handle.wait()
     began, staged, ended, _ = handle.times()

@@ -365,7 +365,7 @@ WRITERS = {
     "prune": lambda s: prune("run", keep=1, lock_timeout=s),
     "reshard": cut,
     "mlstate prune": command("prune", "run", "--keep", "1"),
-    "mlstate reshard": command("reshard", "run", "plain", "--layout", "rows=2", "--force"),
+    "mlstate reshard": command("reshard", "run", "plain", "--layout", "rows=2", "--overwrite"),
 }
 
 

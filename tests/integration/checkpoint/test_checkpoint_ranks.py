@@ -228,10 +228,11 @@ def be_killed_in_a_save(group, folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
     state = shards(group, "rows", 2) | {"more": Shard(np.zeros(1), replica=int(group.rank > 0))}
-    raises(mlstate.CollectiveError, "", mlstate.save, folder, state, group=group, progress=kill)
+    options = {"group": group, "overwrite": True, "progress": kill}
+    raises(mlstate.CollectiveError, "", mlstate.save, folder, state, **options)
     same(mlstate.load(folder).model, whole(1))
     if group.rank == 0:
-        mlstate.save(folder, {"alone": np.ones(2)})
+        mlstate.save(folder, {"alone": np.ones(2)}, overwrite=True)
         report = mlstate.verify(folder)
         assert report and not report.leftover, report
 

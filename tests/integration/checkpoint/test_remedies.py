@@ -62,7 +62,7 @@ def parameters_of_two_modules(folder):
     yield lambda: mlstate.save(folder, pair["a"], optimizer), text
     mlstate.save(folder, pair, optimizer)
     resumes(folder, pair, optimizer, SGD(pair.parameters(), lr=0.2))
-    mlstate.save(folder, pair["a"], states={"optimizer": optimizer})
+    mlstate.save(folder, pair["a"], states={"optimizer": optimizer}, overwrite=True)
     target = SGD(pair.parameters(), lr=0.2)
     mlstate.load(folder, into={"states": {"optimizer": target}})
     assert equal_values(target.state_dict()["state"], optimizer.state_dict()["state"])
@@ -89,7 +89,7 @@ def own_state_of_an_optimizer(folder):
     mlstate.save(folder, module, source)
     resumes(folder, module, source, target)
     assert target.extra == 3
-    mlstate.save(folder, module, SGD(module.parameters(), lr=0.3))
+    mlstate.save(folder, module, SGD(module.parameters(), lr=0.3), overwrite=True)
     call = lambda: mlstate.load(folder, into={"model": module, "optimizer": source})  # noqa: E731
     yield call, "of another optimizer's table, load the values without into="
     assert mlstate.load(folder).optimizer.param_groups[0]["lr"] == 0.3
@@ -215,7 +215,7 @@ def a_record_that_no_target_has(folder):
         "an optimizer after one step, or load without into=",
     )
     resumes(folder, module, source, trained(module, span=Span(5))[1])
-    mlstate.save(folder, states={"x": [Span(1)]})
+    mlstate.save(folder, states={"x": [Span(1)]}, overwrite=True)
     assert mlstate.load(folder).states["x"] == [(1, None)]
 
 

@@ -353,7 +353,7 @@ def test_placements_without_a_layout_are_named(group, tmp_path):
     state["momentum_buffer"] = state["momentum_buffer"].to_local()
     words = "'0.weight.momentum_buffer' is a plain tensor of shape"
     raises(TypeError, words, mlstate.save, folder, module, optimizer, group=group)
-    mlstate.save(folder, module, group=group)
+    mlstate.save(folder, module, group=group, overwrite=True)
     words = "its layout is known: do not pass layout="
     refused(group, TypeError, words, folder, {"model": module}, layout="rows", names="0.weight")
 

@@ -397,7 +397,11 @@ def test_non_empty_directory_is_kept(tmp_path):
     write_any(target, {"w": np.ones(2)})  # an empty folder is accepted
     before = sorted(p.name for p in target.iterdir())
     with pytest.raises(StoreError, match="exists already"):
-        write_any(target, {"w": np.zeros(2)})
+        write_any(target, {"w": np.zeros(3)})
+    (target / "letter").write_text("dear")
+    with pytest.raises(StoreError, match="holds 'letter'; overwrite=True does not replace it"):
+        write_any(target, {"w": np.zeros(2)}, overwrite=True)
+    (target / "letter").unlink()
     assert sorted(p.name for p in target.iterdir()) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.dcp"]
     assert read_any(target)[0]["w"].tolist() == [1, 1]

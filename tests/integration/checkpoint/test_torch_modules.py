@@ -143,7 +143,7 @@ def test_a_load_receives_the_saved_version(tmp_path, version):
     mlstate.save(tmp_path, source)
     expected.load_state_dict(source.state_dict())
     assert torch.equal(loaded(tmp_path, by_mlstate).weight, expected.weight)
-    mlstate.save(tmp_path, source.state_dict(), states={"ema": source.state_dict()})
+    mlstate.save(tmp_path, source.state_dict(), states={"ema": source.state_dict()}, overwrite=True)
     assert list(mlstate.load(tmp_path).states) == ["ema"]
     ema = Migrating(3)
     mlstate.load(tmp_path, into={"model": by_mlstate, "states": {"ema": ema}})
@@ -330,7 +330,7 @@ def test_scripted_and_compiled_modules_are_loaded(tmp_path):
     target = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     loaded(tmp_path, target)
     assert torch.equal(target.state_dict()["0.weight"], source.state_dict()["0.weight"])
-    mlstate.save(tmp_path, nn.Sequential(torch.compile(Extra(b"x"))))
+    mlstate.save(tmp_path, nn.Sequential(torch.compile(Extra(b"x"))), overwrite=True)
     assert loaded(tmp_path, nn.Sequential(Extra(None)))[0].extra == b"x"
 
 

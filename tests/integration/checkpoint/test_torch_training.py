@@ -181,12 +181,12 @@ def test_mismatch_keeps_all_targets(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), before, strict=True))
     assert other.state[fresh[0].weight]["step"] == 4
     wrong = dict(state) | {"2.bias.exp_avg": np.zeros(3, np.float32)}
-    mlstate.save(tmp_path / "a", module.state_dict(), wrong)
+    mlstate.save(tmp_path / "a", module.state_dict(), wrong, overwrite=True)
     with pytest.raises(CompatibilityError, match=r"size mismatch for 2.bias.exp_avg"):
         mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
     assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), before, strict=True))
     extra = {"w.exp_avg": np.zeros(3, np.float32)}
-    mlstate.save(tmp_path / "a", module.state_dict(), extra)
+    mlstate.save(tmp_path / "a", module.state_dict(), extra, overwrite=True)
     with pytest.raises(CompatibilityError, match=r"Unexpected parameter\(s\): 'w'"):
         mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
 

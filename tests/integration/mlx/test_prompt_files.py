@@ -200,11 +200,29 @@ def test_files_before_0_30_have_one_number_more(tmp_path):
         numbers = [texts.pop(f"0.0.{i}") for i in range(old)]
         numbers.insert(at, "256")
         texts |= {f"0.0.{i}": number for i, number in enumerate(numbers)}
-        save_file(load_file(old_file(name)), path, texts)
+        save_file(load_file(old_file(name)), path, texts, overwrite=True)
         assert_equal_caches(load_prompt_cache(path), histories(models)[name])
     texts = load_metadata(old_file("states"))
-    save_file(load_file(old_file("states")), path, {**texts, "2.0": "MambaCache"})
+    save_file(load_file(old_file("states")), path, {**texts, "2.0": "MambaCache"}, overwrite=True)
     assert_equal_caches(load_prompt_cache(path), histories(models)["states"])
+
+
+def test_a_file_of_a_longer_cache_needs_overwrite(tmp_path):
+    path = tmp_path / "new.safetensors"
+    layer = models.KVCache()
+    layer.update_and_fetch(mx.ones((1, 2, 10, 64)), mx.ones((1, 2, 10, 64)))
+    for _ in range(2):
+        save_prompt_cache(path, [layer])
+    layer.update_and_fetch(mx.ones((1, 2, 300, 64)), mx.ones((1, 2, 300, 64)))
+    with pytest.raises(StoreError, match="overwrite=True"):
+        save_prompt_cache(path, [layer])
+    assert load_prompt_cache(path)[0].offset == 10
+    save_prompt_cache(path, [layer], overwrite=True)
+    assert load_prompt_cache(path)[0].offset == 310
+    path.write_text("dear")
+    with pytest.raises(StoreError, match="does not replace it"):
+        save_prompt_cache(path, [layer], overwrite=True)
+    assert path.read_text() == "dear"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -93,18 +93,12 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
 def write_dcp(target: Target, parts: Parts) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    `parts`: those that are None are left out, and `read_dcp` restores those that are empty. Raises
-    ValueError if `target` exists and is not such a checkpoint.
+    `parts`: those that are None are left out, and `read_dcp` restores those that are empty.
     """
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(parts)
     _record_empty(tree)
-    if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
-        raise ValueError(
-            f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
-            "torch checkpoint needs a new directory"
-        )
 
     def write(temporary: str) -> None:
         with warnings.catch_warnings():
