@@ -110,8 +110,8 @@ def explained(function: Function) -> Function:
         try:
             return function(*args, **keywords)
         except TypeError as error:
-            traceback = error.__traceback__
-            if traceback is not None and traceback.tb_next is not None:
+            # not in a local name: the frame would keep the caller's arrays by a cycle
+            if getattr(error.__traceback__, "tb_next", None) is not None:
                 raise  # from the body
             raise TypeError(f"{error}{_call_hint(call, keywords)}") from None
 
