@@ -30,21 +30,23 @@ def asynchronous_saves(tmp_path):
 
     def run():
         model["layers.1.w"][0] = next(numbers)
-        handle = checkpoint.save_async(path, model, strided, max_staging_bytes=300)
+        handle = checkpoint.save_async(path, model, strided, max_staging_bytes=300, overwrite=True)
         handle.staged(), handle.progress(), handle.wait(), handle.done(), repr(handle)
         handle.times().blocked_seconds, handle._repr_html_()
-        handle = checkpoint.save_async(path, model, staging=staging)
+        handle = checkpoint.save_async(path, model, staging=staging, overwrite=True)
         handle.wait(), handle.cancel(), repr(staging)
         checkpoint.Staging(5000)
 
     def cancelled():
-        handle = checkpoint.save_async(path, strided)
+        handle = checkpoint.save_async(path, strided, overwrite=True)
         if handle.cancel():
             raises(errors.StoreError, handle.wait)()
             handle.times(), handle._repr_html_()
 
     def stopped():
-        checkpoint.save_async(path, {"new": model["layers.0.w"]}, progress=lambda _: 1 / 0).wait()
+        checkpoint.save_async(
+            path, {"new": model["layers.0.w"]}, overwrite=True, progress=lambda _: 1 / 0
+        ).wait()
 
     return each(
         run,
@@ -108,10 +110,11 @@ def hugging_face_folders(tmp_path):
 
     return each(
         run,
-        raises(errors.StoreError, checkpoint.export_huggingface, source, model),
+        raises(errors.StoreError, checkpoint.export_huggingface, source, model, overwrite=False),
         raises(TypeError, checkpoint.export_huggingface, tmp_path / "m", {"a": [1]}),
         raises(
-            errors.StoreError, lambda: checkpoint.export_huggingface_async(source, model).wait()
+            errors.StoreError,
+            lambda: checkpoint.export_huggingface_async(source, model, overwrite=False).wait(),
         ),
         raises(TypeError, checkpoint.export_huggingface_async, tmp_path / "m", {"a": [1]}),
         raises(errors.FormatError, checkpoint.load, wrong),

@@ -117,8 +117,8 @@ def refused_files(tmp_path):
         raises(errors.FormatError, checkpoint.load_file, cut, mmap=True),
         raises(errors.ChecksumError, checkpoint.load_file, flipped),
         raises(errors.StoreError, checkpoint.load_file, tmp_path / "none"),
-        raises((TypeError, ValueError), checkpoint.save_file, bad_state, good),
-        raises(ValueError, checkpoint.save_file, bad_dtype, good),
+        raises((TypeError, ValueError), checkpoint.save_file, bad_state, good, overwrite=True),
+        raises(ValueError, checkpoint.save_file, bad_dtype, good, overwrite=True),
         raises(TypeError, checkpoint.save_file, {3: np.zeros(2)}, good),
         raises(OSError, checkpoint.save_file, {}, tmp_path / "none" / "x"),
     ), [good, cut, flipped, bad_state, bad_dtype]
@@ -326,7 +326,7 @@ def checksums_of_foreign_files(tmp_path):
     return each(
         run,
         raises(errors.ChecksumError, checkpoint.load, damaged),
-        raises(errors.StoreError, checkpoint.checksum, folder),
+        raises(errors.StoreError, checkpoint.checksum, damaged),
         raises(ValueError, checkpoint.checksum, "s3://bucket/x"),
     ), []
 
@@ -361,8 +361,10 @@ def checkpoints(tmp_path):
         file.write(b"\xff\xff\xff\xff")
 
     def run():
-        checkpoint.save(path, strided, moments, metadata={"a": [1]}, step=3)
-        saved = checkpoint.save(path, model, moments, layout="rows", progress=lambda count: None)
+        options = {"overwrite": True}
+        checkpoint.save(path, strided, moments, metadata={"a": [1]}, step=3, **options)
+        options |= {"layout": "rows", "progress": lambda count: None}
+        saved = checkpoint.save(path, model, moments, **options)
         saved.tensors(), saved.shards(), saved.files(), repr(saved), saved._repr_html_()
         saved.load(names="layers.0"), saved.load(mmap=True), saved.load(into={"model": targets})
         saved.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
@@ -382,6 +384,9 @@ def checkpoints(tmp_path):
         for problem in checkpoint.verify(damaged).problems:
             problem.as_error("x")
 
+    def stop(_):
+        raise ZeroDivisionError
+
     return each(
         run,
         look,
@@ -389,8 +394,8 @@ def checkpoints(tmp_path):
         raises(errors.StoreError, checkpoint.load, tmp_path / "none"),
         raises(errors.TensorNotFoundError, checkpoint.load, path, names="none"),
         raises(errors.CompatibilityError, checkpoint.load, path, into={"model": {"x": model}}),
-        raises(TypeError, checkpoint.save, path, {"a": object()}),
-        raises(ZeroDivisionError, checkpoint.save, path, strided, progress=lambda count: 1 / 0),
+        raises(TypeError, checkpoint.save, path, {"a": object()}, overwrite=True),
+        raises(ZeroDivisionError, checkpoint.save, path, strided, overwrite=True, progress=stop),
     ), [model, moments, strided, targets]
 
 
