@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.report import Table
@@ -86,9 +87,14 @@ def _steps(checkpoint: Checkpoint) -> list[int]:
     return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
-def _has_checksums(checkpoint: Checkpoint) -> bool:
-    """Return whether all bytes have checksums of mlstate, in the files or next to them."""
+def _has_checksums(checkpoint: Checkpoint) -> bool | None:
+    """Return whether all bytes have checksums of mlstate, in the files or next to them.
+
+    None: unknown, because the file was read whole.
+    """
     shards = checkpoint.shards()
+    if not shards and checkpoint.tensors():
+        return None
     return bool(shards) and all(shard.crc32c is not None or shard.layers for shard in shards)
 
 
@@ -137,6 +143,8 @@ def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | 
     tensors = _tensors(checkpoint, arguments)
     kind = kind_of(checkpoint._source)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
+    if kind == "huggingface" and Path(arguments.path).is_file():
+        label = "file"
     parts = [
         label if checkpoint.step is None else f"step {checkpoint.step}",
         count_text(len(checkpoint.tensors()), "tensor"),
@@ -146,8 +154,9 @@ def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | 
     if label != "file":
         parts[-1] += f" in {count_text(len(checkpoint.files()), 'file')}"
         parts.append(count_text(checkpoint.world_size, "rank"))
-    if kind in ("huggingface", "safetensors"):
-        parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
+    has_checksums = _has_checksums(checkpoint)
+    if kind in ("huggingface", "safetensors") and has_checksums is not None:
+        parts.append("with checksums" if has_checksums else "no checksums")
     lines = [f"{arguments.path}: {', '.join(parts)}"]
     if kind == "checkpoint":
         saved = f"saved {checkpoint.created} by {checkpoint.writer}"

@@ -147,7 +147,7 @@ def changes_traced(trace, root):
 CHANGING = [
     each.name
     for each in operations.ALL
-    if each.forks and each.ranks == 1 and not (each.reads or each.in_memory)
+    if each.forks and each.ranks == 1 and not (each.reads or each.in_memory or each.seeded)
 ]
 
 

@@ -586,6 +586,26 @@ def test_convert_there_and_back(place, run, run_json):
     assert run("diff", "ckpt", "back")[0] == 0
 
 
+def test_convert_lists_the_states_that_the_target_has(place, run_json, run):
+    state = {"values": np.ones(3)}
+    model, moments = {"w": np.ones(3)}, {"w.m": np.zeros(3)}
+    mlstate.save("named", model, moments, states={"seen": 5, "rng": state}, step=2)
+    with pytest.warns(UserWarning, match="named states are not converted: rng"):
+        mlstate.convert("named", "all.safetensors")
+    assert run_json("convert", "named", "whole.safetensors", "--skip", "rng")[1]["states"] == [
+        "seen"
+    ]
+    assert run_json("convert", "named", "copy")[1]["states"] == ["rng", "seen"]
+    _, data = run_json("inspect", "all.safetensors")
+    assert data["checksums"] is None
+    assert "checksums" not in run("inspect", "all.safetensors")[1][0]
+
+
+def test_a_file_of_a_model_is_a_file(place, run):
+    mlstate.save_file({"w": np.ones(3)}, "model.safetensors")
+    assert run("inspect", "model.safetensors")[1][0].startswith("model.safetensors: file, 1 tensor")
+
+
 def test_convert_a_step_and_by_named_formats(place, run, run_json):
     assert run("convert", "run", "ten.bin", "--step", 10, "--to", "safetensors")[0] == 0
     assert mlstate.load_file("ten.bin")["w"][0] == 10

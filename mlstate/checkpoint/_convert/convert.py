@@ -231,8 +231,9 @@ def _convert(
     start, parts = _with_entry(source, start, parts, is_cast=bool(changes.get("cast")))
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
-    states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
-    return source, result(_size_of(written.model), _size_of(written.optimizer), states)
+    names = {*written.states, *written.metadata}
+    states = [] if is_ckpt or is_saved_ckpt else names.intersection(split_entries(parts.states)[0])
+    return source, result(_size_of(written.model), _size_of(written.optimizer), sorted(states))
 
 
 def _with_entry(

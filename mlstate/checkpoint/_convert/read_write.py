@@ -205,7 +205,7 @@ def _note_step(parts: Parts, step: int | None) -> None:
 def _move_json_states(
     states: dict[str, Any], metadata: dict[str, Any], place: str, name: str
 ) -> None:
-    """Move the values that JSON can hold from `states` to `metadata`.
+    """Move the values that JSON can hold from `states` to `metadata`, and remove the others.
 
     A warning names the others, which the format `name` cannot hold. Values that have only torch's
     metadata of a module are removed without one. Raises ValueError for a name in both.
@@ -224,6 +224,7 @@ def _move_json_states(
             f"named states are not converted: {', '.join(sorted(states))}; checkpoints of mlstate "
             "and files of torch can hold them, and --skip leaves them out without this warning"
         )
+        states.clear()
     if both := sorted(metadata.keys() & json_states.keys()):
         raise ValueError(
             f"{place}: {both[0]!r} is metadata and a named state, and {name} has one place "
