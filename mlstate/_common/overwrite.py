@@ -65,10 +65,9 @@ def refusal(path: str, reason: str, *, is_foreign: bool = False) -> StoreError:
 
     `is_foreign`: no writer replaces it.
     """
-    remedy = "overwrite=True (--overwrite on the command line) replaces it"
-    if is_foreign:
-        remedy = "overwrite=True does not replace it: choose another path, or delete it first"
-    text = f"it exists already, and {reason}; {remedy}"
+    effect = "does not replace it: choose another path" if is_foreign else "replaces it"
+    option = "overwrite=True (--overwrite on the command line)"
+    text = f"it exists already, and {reason}; {option} {effect}"
     return store_error(OSError(errno.EEXIST, text), "cannot write the target", path)
 
 

@@ -661,7 +661,7 @@ def test_a_target_that_exists_is_refused_alike(place, refused, command, target_k
         (target / "notes").write_text("mine")
     error = refused(*command)
     assert "target: cannot write the target: it exists already" in error
-    assert "overwrite=True does not replace it" in error
+    assert "--overwrite does not replace it" in error
 
 
 def test_overwrite_names_targets_it_cannot_replace(place, refused):
