@@ -206,7 +206,7 @@ def test_special_file_as_lock_is_refused(kind, one_rank):
         b"",
     )
     with suppress(StoreError):  # refused, with all files unchanged
-        mlstate.save(str(one_rank), {"w": np.ones(2)})
+        mlstate.save(str(one_rank), {"w": np.ones(2)}, overwrite=True)
     assert mlstate.verify(str(one_rank))
 
 
@@ -222,7 +222,7 @@ def test_saving_over_damage_is_refused_or_mends_it(part, kind, one_rank):
     else:
         OTHERS[kind](path, one_rank.good[name])
     try:
-        mlstate.save(str(one_rank), {"w": np.arange(3.0)})
+        mlstate.save(str(one_rank), {"w": np.arange(3.0)}, overwrite=True)
     except MLStateError:
         assert part == "manifest.json"
         return

@@ -100,7 +100,7 @@ def test_both_libraries_accept_the_same_headers(tmp_path, entry):
             safetensors_torch.load_file(path)
         return
     assert array.tobytes() == bytes(tensor["data"])
-    mlstate.save_file({"w": array}, path)
+    mlstate.save_file({"w": array}, path, overwrite=True)
     [(_, again)] = safetensors.deserialize(path.read_bytes())
     assert (again["dtype"], again["shape"]) == (tensor["dtype"], tensor["shape"])
     assert again["data"] == tensor["data"]
