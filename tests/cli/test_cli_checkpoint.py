@@ -670,7 +670,7 @@ def test_overwrite_names_targets_it_cannot_replace(place, refused):
     for command in (["convert", "run", "file", "--to", "mlstate"],
                     ["reshard", "run", "file", "--layout", "whole"]):  # fmt: skip
         error = refused(*command, "--overwrite")
-        assert "file: " in error and "delete it first" in error
+        assert "file: " in error and "choose another path" in error
     assert Path("file").read_text() == "mine"
     assert refused("convert", "run", "folder.npz").endswith("/folder.npz: Is a directory")
 
