@@ -15,7 +15,10 @@ from operation import describe
 
 KILLED = -signal.SIGKILL
 # CPython 3.11 loses the MemoryError if an exception passes through a generator without memory
-LOST_ERROR = re.compile("error return without exception set$|<function .*__enter__ at .* NULL")
+LOST_ERROR = re.compile(
+    "error return without exception set$|<function .*__enter__ at .* NULL"
+    "|expected str, bytes or os.PathLike object, not PosixPath$"  # of os.fspath
+)
 # CPython's messages for files and locks without memory
 NO_MEMORY = re.compile("can't allocate (read )?lock")
 

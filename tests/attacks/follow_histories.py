@@ -130,6 +130,8 @@ class Publish(FollowOperation):
     """A publisher publishes versions, and continues after an exception."""
 
     name = "publish"
+    # the files of old versions then stay until the next one is published
+    leaves: ClassVar = (*Operation.leaves, "open_folder", "list")
     seeded: ClassVar = {
         "faults": (12, 24, 2_700), "lines": (1, 12, 400), "power": (12, 20, 1_500),
         "damage": (12, 12, 1_500), "race": (2, 3, 100),
