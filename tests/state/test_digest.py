@@ -381,3 +381,9 @@ def test_a_module_has_the_digest_of_its_state(torch):
     assert expected["0.weight"][:2] == ("bfloat16", (4, 3))
     tied = Shard(module[0].weight, Layout.rows(1), shape=(4, 3))
     assert mlstate.digest({"w": tied})["w"] == expected["0.weight"]
+
+
+def test_a_group_of_another_kind_is_refused():
+    for group in ("gloo", object()):
+        with pytest.raises(TypeError, match="TorchGroup wraps; got"):
+            mlstate.digest({"w": np.ones(2)}, group=group)

@@ -16,6 +16,7 @@ from ..._common.set_module import set_module
 from ..._common.text import shorten
 from ..._common.wrong_calls import explained
 from ..._sharding.backend import ShardBackend
+from ...collectives._arguments import optional_group
 from ...collectives._consensus import gather_values
 from ...errors import ChecksumError
 from ...state._digest import (
@@ -103,7 +104,7 @@ def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     >>> run_ranks(3, divided)[0] == mlstate.digest({"w": weights})
     True
     """
-    return read_digest(what, group, recorded=True)
+    return read_digest(what, optional_group(group), recorded=True)
 
 
 def read_digest(state: Any, group: ProcessGroup | None, *, recorded: bool = False) -> Digest:
