@@ -174,8 +174,12 @@ class PromptStore:
         self._damaged: dict[tuple[int, tuple[bytes, bytes]], Prompt] = {}
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
+        parent = os.path.dirname(self._path)
         try:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            try:
+                os.stat(parent)  # makedirs would hide why it fails
+            except FileNotFoundError:
+                os.makedirs(parent, exist_ok=True)
         except OSError as error:
             raise store_error(error, "cannot create the folder of the store", self._path) from error
         self._log = _core.PromptLog(self._path, True)  # True: create it
