@@ -1,4 +1,4 @@
-"""`dir` of a public module: its exports, of which some are loaded on first use."""
+"""Exports of a public module: `dir` lists them, some are loaded on first use, all explain calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def show_exports(
     names: Mapping[str, Iterable[str]] | None = None,
     modules: Iterable[str] = (),
 ) -> None:
-    """Let `dir` of a public module list the names of ``__all__``, and no others.
+    """Let `dir` of a public module list the names of ``__all__``, and wrong calls tell the remedy.
 
     Call this at the end of the module, with `globals`. `names` are loaded on first use, given by
     the relative module that has them, such as ``{"._info": ["info"]}``; `modules` are submodules
@@ -31,8 +31,18 @@ def show_exports(
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         namespace[name] = getattr(import_module(module_of[name], package), name)
+        explain(name)
         return namespace[name]
 
+    def explain(name: str) -> None:
+        """Let wrong calls of a public name tell the remedy."""
+        from ._common.wrong_calls import explained
+
+        namespace[name] = explained(namespace[name])
+
+    for name in namespace["__all__"]:
+        if name in namespace:  # else it is loaded on first use
+            explain(name)
     if module_of or modules:
         namespace["__getattr__"] = load
     namespace["__dir__"] = lambda: sorted(namespace["__all__"])

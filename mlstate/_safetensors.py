@@ -12,7 +12,6 @@ from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.overwrite import file_at, require_free, shapes_of
 from ._common.set_module import set_module
-from ._common.wrong_calls import explained
 from ._sharding.layout import Shard
 from .errors import FormatError, StoreError
 from .state._compatibility import as_dict
@@ -63,7 +62,6 @@ def _entries(state: Any) -> dict[str, Any]:
 
 
 @set_module("mlstate.checkpoint")
-@explained
 def save_file(
     state: Mapping[str, object],
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
@@ -181,7 +179,6 @@ def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any
 
 
 @set_module("mlstate.checkpoint")
-@explained
 def load_file(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
     *,

@@ -6,8 +6,6 @@ from ._exports import show_exports
 
 __all__ = ["get_num_threads", "set_num_threads"]
 
-show_exports(globals())
-
 
 def set_num_threads(threads: int) -> None:
     """Set the number of threads that one call of the core may use.
@@ -54,3 +52,6 @@ def get_num_threads() -> int:
         At least 1; see `set_num_threads`.
     """
     return _core.get_num_threads()
+
+
+show_exports(globals())

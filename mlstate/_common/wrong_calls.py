@@ -1,21 +1,23 @@
 """Remedies for calls that Python refuses: keywords and attributes of other libraries, wrong counts.
 
-The only home of such answers: `complete_options` and `explained` find them for a function, and
-`answer_attribute` for an object.
+The only home of such answers: `show_exports` passes every public function and class to `explained`.
 """
 
 from __future__ import annotations
 
 from functools import wraps
 from inspect import Parameter, signature
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from .text import names_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-Function = TypeVar("Function", bound="Callable[..., Any]")
+Thing = TypeVar("Thing")
+_PACKAGE = "mlstate."
+_EXPLAINED = "_explained"  # the attribute of a function, and of its wrapper, that is the wrapper
 
 # A word of keywords that people pass; the keyword of the same meaning here, or the function that
 # lacks one; and the remedy, if its name does not tell it. The first that the function has counts.
@@ -92,17 +94,44 @@ _ATTRIBUTES = {
 }
 
 
-def keyword_hint(function: Callable[..., object], name: str) -> str:
-    """Return the remedy for a keyword that `function` does not have, or ""."""
-    parameters = signature(function).parameters
-    for word, meant, remedy in _KEYWORDS:
-        if word in name and (meant in parameters or meant == function.__name__):
-            return f"; {remedy}" if remedy else f"; did you mean {meant!r}?"
-    return names_hint(name, parameters, listed=False)
+def explained(thing: Thing) -> Thing:
+    """Let a wrong call of a public function, or of a method of a public class, tell the remedy.
+
+    Return a function in a wrapper; change a class and its bases of this package in place. What is
+    neither returns as it is. A method without optional parameters keeps the text of Python, which
+    says all: such methods, such as decisions about a layer, may cost less than the wrapper.
+    """
+    if isinstance(thing, FunctionType):
+        known = vars(thing).get(_EXPLAINED)  # several modules may export the function
+        return cast("Thing", known or _explained_function(thing))
+    for base in thing.__mro__ if isinstance(thing, type) else ():
+        if not base.__module__.startswith(_PACKAGE):
+            continue
+        for name, member in list(vars(base).items()):
+            function = getattr(member, "__func__", member)  # of a class method or static method
+            public = name == "__init__" or not name.startswith("_")
+            if (
+                public
+                and isinstance(function, FunctionType)
+                and function.__module__.startswith(_PACKAGE)
+            ):
+                new = explained(function)
+                setattr(base, name, new if function is member else type(member)(new))
+        if base.__name__ in _ATTRIBUTES:
+            base.__getattr__ = _answer_attribute  # type: ignore[attr-defined]
+    return thing
 
 
-def explained(function: Function) -> Function:
-    """Let the TypeError of a call that does not fit the signature of `function` tell the remedy."""
+def _is_public_call(name: str, function: Any) -> bool:
+    """Return whether a member of a class is a function of this package with options."""
+    if not isinstance(function, FunctionType) or not function.__module__.startswith(_PACKAGE):
+        return False
+    options = function.__defaults__ or function.__kwdefaults__
+    return name == "__init__" or bool(options and not name.startswith("_"))
+
+
+def _explained_function(function: FunctionType) -> Callable[..., Any]:
+    """Return `function`; a TypeError of a call that does not fit its signature tells the remedy."""
 
     @wraps(function)
     def call(*args: Any, **keywords: Any) -> Any:
@@ -110,20 +139,28 @@ def explained(function: Function) -> Function:
         try:
             return function(*args, **keywords)
         except TypeError as error:
-            # not in a local name: the frame would keep the caller's arrays by a cycle
-            if getattr(error.__traceback__, "tb_next", None) is not None:
+            hint = _call_hint(call, args, keywords)
+            if not hint:
                 raise  # from the body
-            raise TypeError(f"{error}{_call_hint(call, keywords)}") from None
+            raise TypeError(f"{error}{hint}") from None
 
-    return cast("Function", call)
+    vars(call)[_EXPLAINED] = vars(function)[_EXPLAINED] = call
+    return call
 
 
-def _call_hint(function: Callable[..., object], keywords: dict[str, Any]) -> str:
-    """Return the remedy for a call that does not fit the signature of `function`."""
+def _call_hint(
+    function: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> str:
+    """Return the remedy for a call that does not fit the signature of `function`, else ""."""
     parameters = signature(function).parameters
-    for name in keywords:
-        if name not in parameters:
-            return keyword_hint(function, name)
+    try:
+        signature(function).bind(*args, **keywords)
+    except TypeError:
+        for name in keywords:
+            if name not in parameters:
+                return _keyword_hint(function, name, parameters)
+    else:
+        return ""
     texts = [
         f"{name}=" if parameter.kind is Parameter.KEYWORD_ONLY else name
         for name, parameter in parameters.items()
@@ -132,10 +169,21 @@ def _call_hint(function: Callable[..., object], keywords: dict[str, Any]) -> str
         or parameter.kind is not Parameter.KEYWORD_ONLY
     ]
     name = function.__qualname__.removesuffix(".__init__")
-    return f"; the call is {name}({', '.join(text for text in texts if text != 'self')}, ...)"
+    texts = [text for text in texts if text not in ("self", "cls")]
+    return f"; the call is {name}({', '.join(texts)}, ...)"
 
 
-def answer_attribute(thing: object, name: str) -> Any:
+def _keyword_hint(
+    function: Callable[..., object], name: str, parameters: Mapping[str, Parameter]
+) -> str:
+    """Return the remedy for a keyword that `function` does not have, or ""."""
+    for word, meant, remedy in _KEYWORDS:
+        if word in name and (meant in parameters or meant == function.__name__):
+            return f"; {remedy}" if remedy else f"; did you mean {meant!r}?"
+    return names_hint(name, parameters, listed=False)
+
+
+def _answer_attribute(thing: object, name: str) -> Any:
     """Raise AttributeError with the remedy for an attribute that `thing` lacks: a `__getattr__`."""
     tables = (_ATTRIBUTES.get(cls.__name__, {}) for cls in type(thing).__mro__)
     remedy = next((f"; {table[name]}" for table in tables if name in table), "")

@@ -10,7 +10,6 @@ from .. import _core
 from .._common.arguments import FLAG, check_flags, check_int
 from .._common.report import Shown, Table
 from .._common.text import bytes_text, count_text
-from .._common.wrong_calls import explained
 from ._chain import check_chain
 from ._plan import Plan
 
@@ -69,7 +68,6 @@ def _errors(chain: Chain, budget: Budget) -> Iterator[None]:
         raise
 
 
-@explained
 def plan(
     chain: Chain,
     budget_bytes: MemorySize,

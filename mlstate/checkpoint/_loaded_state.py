@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._common.wrong_calls import answer_attribute
-
 if TYPE_CHECKING:
     from ..state import ModelStateDict, OptimizerStateDict
 
@@ -56,9 +54,6 @@ class LoadedState:
         self.optimizer: OptimizerStateDict | Any = optimizer
         self.metadata: dict[str, Any] = metadata
         self.step: int | None = step
-
-    if not TYPE_CHECKING:  # a type checker knows the attributes
-        __getattr__ = answer_attribute
 
     def __setstate__(self, state: tuple[None, dict[str, object]]) -> None:
         """Restore a pickled state."""

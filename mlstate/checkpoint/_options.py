@@ -6,7 +6,6 @@ from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
 from .._common.arguments import check_callback, check_flags
-from .._common.wrong_calls import keyword_hint
 from ._store import codecs
 
 if TYPE_CHECKING:
@@ -109,14 +108,13 @@ def complete_options(
 ) -> OptionsT:
     """Return the keywords of a call, completed by `defaults`.
 
-    Raises TypeError for an unknown keyword; `function` is named in it, and its parameters are
-    suggested. Raises it too if ``progress`` cannot be called, or a flag is no bool.
+    Raises TypeError for an unknown keyword, where `function` is named; also if ``progress`` cannot
+    be called, or a flag is no bool.
     """
     for name in options:
         if name not in defaults:
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                f"{keyword_hint(function, name)}"
             )
     completed: Any = {**defaults, **options}
     check_flags(**{name: completed[name] for name in _FLAGS if name in completed})

@@ -9,7 +9,6 @@ from .._common.arguments import check_callback, check_flags
 from .._common.callback import Progress, ProgressErrors
 from .._common.file_kinds import is_damage
 from .._common.log import log
-from .._common.wrong_calls import explained
 from ..errors import (
     ChecksumError,
     CompatibilityError,
@@ -206,7 +205,6 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
                 damaged.append(root)
 
 
-@explained
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["DistributedStateCollector", "records"]
 
 set_module_of_exports(globals())
-show_exports(globals())
 
 
 # ---- the local state ----
@@ -647,3 +646,6 @@ def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
         name for state in states for name, value in state.items() if isinstance(value, Shard)
     }
     return tensors, [difference for difference in differences if difference.name in sharded]
+
+
+show_exports(globals())

@@ -32,7 +32,6 @@ from .._common.report import Table
 from .._common.staged_targets import tied_error
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
-from .._common.wrong_calls import explained
 from .._sharding.layout import Shard
 from ..checkpoint._load.arguments import ranks_of
 from ..checkpoint._quantized.pairs import box_of
@@ -177,7 +176,6 @@ class Follower:
     (5, 5, array([2., 3.]))
     """
 
-    @explained
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -24,7 +24,6 @@ from .._common.dtypes import name_of, numpy_dtype
 from .._common.report import Table
 from .._common.scales import facts_of, refuse_codes
 from .._common.store_error import store_error
-from .._common.wrong_calls import explained
 from .._sharding.layout import Shard
 from ..checkpoint._checkpoint.save import save
 from ..checkpoint._folder._remote.parallel_tasks import run_tasks
@@ -134,7 +133,6 @@ class Publisher:
     (1, array([0., 1., 0.]))
     """
 
-    @explained
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -178,7 +176,6 @@ class Publisher:
         rows = [(f"{version.step}", version.kind) for version in self._versions]
         return Table(repr(self), ["step", "kind"], rows).html()
 
-    @explained
     def publish(self, step: int, model: Any) -> str:
         """Publish the weights of a model as the version of a step.
 

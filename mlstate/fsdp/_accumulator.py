@@ -16,7 +16,6 @@ from .._common.arguments import check_int, check_type
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_of
 from .._common.dtypes import FLOAT8S, FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
-from .._common.wrong_calls import explained
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
@@ -320,7 +319,6 @@ class GradientAccumulator:
 
     __slots__ = ("__weakref__", "_dtype", "_leaves", "_lock", "_steps", "_sums")
 
-    @explained
     def __init__(
         self,
         accumulation_steps: int = 1,
@@ -349,7 +347,6 @@ class GradientAccumulator:
         self._lock = Lock()
         self._sums: dict[str, _Sum] = {}
 
-    @explained
     def add_gradients(
         self,
         gradients: Mapping[str, Array] | None,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.arguments import check_number
-from .._common.wrong_calls import explained
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError, CompatibilityError
 from ._gradient_ops import (
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from ._sharding_unit import FSDPShardingUnit
 
 
-@explained
 def clip_grad_norm(
     sharding_units: Mapping[str, FSDPShardingUnit],
     max_norm: float,

@@ -52,7 +52,6 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
-show_exports(globals())
 
 _MARKS = "osD^v<>"  # of matplotlib, one for each strategy
 _BARS = 30  # most bars or labels of an axis
@@ -693,3 +692,6 @@ def plot_pareto(
     for text in legend.get_texts():
         text.set_parse_math(False)
     return figure
+
+
+show_exports(globals())

@@ -17,7 +17,6 @@ from .._common.report import Table
 from .._common.set_module import set_module
 from .._common.store_error import store_error
 from .._common.text import bytes_text, shorten
-from .._common.wrong_calls import answer_attribute, explained
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import (
@@ -126,7 +125,6 @@ class PromptStore:
     (600, True)
     """
 
-    @explained
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -201,7 +199,6 @@ class PromptStore:
 
     # ---- reading ----
 
-    @explained
     def match(self, tokens: Any, *, extra: Extra = None, full: bool = False) -> Match:
         """Find the longest stored beginning of a prompt.
 
@@ -241,7 +238,6 @@ class PromptStore:
             most = max(self._start - 1, 0)
         return self._match_of(prompt, most, self._stored.get(False))
 
-    @explained
     def restore(self, match: Match, *, into: Any, device: Any = None) -> int:
         """Bring the tokens of a match into a cache.
 
@@ -384,7 +380,6 @@ class PromptStore:
         length = len(as_tokens(tokens))
         return positions(self._policy, length, check_int("start", start, 0), self._block)
 
-    @explained
     def put(
         self,
         tokens: Any,
@@ -642,9 +637,6 @@ class PromptStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    if not TYPE_CHECKING:  # a type checker knows the attributes
-        __getattr__ = answer_attribute
 
     def __repr__(self) -> str:
         return f"PromptStore({self._path!r}, model={shorten(self._label, 200)!r})"

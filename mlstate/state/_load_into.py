@@ -14,7 +14,6 @@ from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.scales import CODE_FLOATS
 from .._common.text import shorten
-from .._common.wrong_calls import explained
 from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
@@ -86,7 +85,6 @@ def _refusal(
     return error
 
 
-@explained
 def load_into(
     target: Mapping[str, Any],
     source: Mapping[str, Any],
@@ -265,7 +263,6 @@ def rename(state: State, rules: Mapping[str, str], *, unused: str = ...) -> Stat
 def rename(
     state: Mapping[str, Array], rules: Mapping[str, str], *, unused: str = ...
 ) -> StateDict: ...
-@explained
 def rename(
     state: Mapping[str, Array], rules: Mapping[str, str], *, unused: str = "error"
 ) -> StateDict:

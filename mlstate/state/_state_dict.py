@@ -16,7 +16,6 @@ from .._common.backend import TensorBackend, backend_named, backend_of, is_modul
 from .._common.converted import converted_value, float_name, needs_conversion
 from .._common.scales import facts_of, refuse_codes
 from .._common.text import shorten
-from .._common.wrong_calls import answer_attribute
 from ._backend import StateBackend
 
 if TYPE_CHECKING:
@@ -559,9 +558,6 @@ class StateDict(_core.StateDict):
         from ._html import state_html
 
         return state_html(self)
-
-    if not TYPE_CHECKING:  # a type checker knows the attributes
-        __getattr__ = answer_attribute
 
     def _about(self) -> list[str]:
         """Return the attributes for the first line of the text and HTML repr."""

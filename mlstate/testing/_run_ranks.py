@@ -6,7 +6,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from .._common.wrong_calls import explained
 from ..collectives import LocalGroup
 from ..collectives._arguments import check_timeout, failed
 from ..collectives._local_launch import GRACE_SECONDS
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@explained
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

@@ -11,7 +11,6 @@ from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import INTEGERS, label_of, name_of
 from .._common.text import count_text, shorten
-from .._common.wrong_calls import explained
 from .._sharding.layout import Shard
 from ..checkpoint._compare.digest import parts_of, read_digest, readers_of
 from ..collectives._arguments import optional_group
@@ -44,7 +43,6 @@ _LARGEST = {
 _COMPONENTS = {"complex64": "float32", "complex128": "float64"}
 
 
-@explained
 def assert_same_bits(
     actual: Any, expected: Any, *, ulps: int = 0, group: ProcessGroup | None = None
 ) -> None:

@@ -1,5 +1,6 @@
 """`mlstate.info` and ``mlstate info``: one line a fact, on every kind of machine."""
 
+import inspect
 import json
 import platform
 import re
@@ -404,4 +405,4 @@ def test_the_command_prints_json(core, capsys):
 
 def test_the_name_is_public():
     assert "info" in mlstate.__all__ and "info" in dir(mlstate)
-    assert mlstate.info is _info.info
+    assert inspect.unwrap(mlstate.info) is _info.info

@@ -77,6 +77,21 @@ def test_other_names_of_the_top_level_are_not_listed_but_importable():
 
 
 @home
+def test_a_misspelled_option_of_a_public_call_is_answered(module, name, thing):
+    members = vars(thing).items() if inspect.isclass(thing) else [(name, thing)]
+    for member, call in members:
+        call = getattr(call, "__func__", call)
+        if not inspect.isfunction(call) or call.__module__ != module:
+            continue
+        if member.startswith("_") and member != "__init__":
+            continue
+        for parameter in inspect.signature(call).parameters.values():
+            if parameter.default is not parameter.empty:
+                with pytest.raises(TypeError, match="; "):
+                    call(**{f"{parameter.name}x": None})
+
+
+@home
 def test_a_public_name_reports_its_public_module(module, name, thing):
     assert (thing.__module__, thing.__qualname__) == (module, name)
     assert pydoc.plain(pydoc.render_doc(thing)).splitlines()[0].endswith(f"in module {module}")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.report import Table
 from ..._common.text import bytes_text, count_text, first_by_number, number_order
-from ..._common.wrong_calls import explained
 from ...errors import FormatError, MLStateError, StoreError, StoreNotFoundError
 from .._folder.names import SECTIONS
 from .._load.load import load
@@ -331,7 +330,6 @@ def _count_parameters(rows: Iterable[tuple[Any, ...]]) -> int:
     return sum(prod(row[5]) for row in rows if row[0] == SECTIONS[0])
 
 
-@explained
 def inspect(
     path: str | os.PathLike[str],
     *,

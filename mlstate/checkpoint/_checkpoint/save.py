@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._common.set_module import set_module
-from ..._common.wrong_calls import explained
 from .._options import SAVE_DEFAULTS, SaveOptions, complete_save_options, show_options
 from .._save.save_root import save_root
 from .checkpoint import Checkpoint
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.checkpoint")
 @show_options(SAVE_DEFAULTS)
-@explained
 def save(
     path: str | os.PathLike[str],
     model: Any = None,

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from ..._common.arrays import is_cache
-from ..._common.wrong_calls import explained
 from ...errors import FormatError
 from ...state._diff import StateDiff, join_diffs
 from ...state._diff import diff as diff_states
@@ -192,7 +191,6 @@ def _settings(loaded: LoadedState) -> dict[str, Settings | None]:
     return pair | named
 
 
-@explained
 def diff(
     a: State,
     b: State,

@@ -14,7 +14,6 @@ from ..._common.arrays import is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
 from ..._common.set_module import set_module
 from ..._common.text import shorten
-from ..._common.wrong_calls import explained
 from ..._sharding.backend import ShardBackend
 from ...collectives._arguments import optional_group
 from ...collectives._consensus import gather_values
@@ -47,7 +46,6 @@ PART_BYTES = 64 << 20  # read at a time, of a large tensor or of several
 
 
 @set_module("mlstate")
-@explained
 def digest(what: Any, *, group: ProcessGroup | None = None) -> Digest:
     """Return a number for each tensor that does not depend on how tensors are divided.
 

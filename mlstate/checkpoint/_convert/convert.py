@@ -15,7 +15,6 @@ from ..._common.converted import float_name
 from ..._common.local_path import refuse_same_path
 from ..._common.overwrite import check_overwrite
 from ..._common.set_module import set_module
-from ..._common.wrong_calls import explained
 from ...errors import CompatibilityError
 from .._compare.digest import require_equal_copy
 from .._files.parts import Selection
@@ -66,7 +65,6 @@ class Conversion(NamedTuple):
 
 
 @set_module("mlstate")
-@explained
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -9,7 +9,6 @@ from ... import _core
 from ..._common.arguments import check_callback, check_int
 from ..._common.local_path import refuse_same_path
 from ..._common.set_module import set_module
-from ..._common.wrong_calls import explained
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
 from .._checkpoint.checkpoint import Checkpoint
 from .._compare.digest import has_digests, require_equal_copy
@@ -143,7 +142,6 @@ def _read(source: IndexedSource, section: int, keys: list[str], cutting: Any) ->
 
 
 @set_module("mlstate.checkpoint")
-@explained
 def reshard(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

@@ -38,7 +38,6 @@ from ..._common.scales import CODE_FLOATS, facts_of, refuse_codes
 from ..._common.set_module import set_module
 from ..._common.store_error import os_errors
 from ..._common.waiting import remove_folder
-from ..._common.wrong_calls import explained
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import CompatibilityError, MLStateError
@@ -514,7 +513,6 @@ def export(
 
 
 @set_module("mlstate.checkpoint")
-@explained
 def export_huggingface(
     path: str | os.PathLike[str],
     model: Any,

@@ -12,7 +12,6 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..._common.wrong_calls import explained
 from ...collectives._consensus import agree
 from ...errors import MLStateError, StoreError
 from .._loaded_state import LoadedState
@@ -130,7 +129,6 @@ def open_loader(path: object, options: LoadOptions) -> Loader:
 
 
 @show_options(LOAD_DEFAULTS)
-@explained
 def load(
     path: str | os.PathLike[str],
     *,

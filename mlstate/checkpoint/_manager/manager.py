@@ -15,7 +15,6 @@ from ..._common.log import log
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
-from ..._common.wrong_calls import answer_attribute, explained
 from ...collectives._arguments import optional_group
 from ...errors import ChecksumError, FormatError, MLStateError
 from .._checkpoint.checkpoint import Checkpoint
@@ -129,7 +128,6 @@ class CheckpointManager:
     # set by a trainer, whose own rule decides which other steps stay
     _is_kept_elsewhere: Callable[[int | None], bool] | None = None
 
-    @explained
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -255,9 +253,6 @@ class CheckpointManager:
             saved = under_way._job.result
             if isinstance(saved, RootPath) and saved.manifest is not None:
                 self._warn_if_unchanged(saved.manifest, under_way._job.target.rank)
-
-    if not TYPE_CHECKING:  # a type checker knows the attributes
-        __getattr__ = answer_attribute
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
@@ -395,7 +390,6 @@ class CheckpointManager:
         self._warn_without_metric(step, metadata, group)
 
     @show_options(SAVE_DEFAULTS)
-    @explained
     def save(
         self,
         step: int,
@@ -802,7 +796,6 @@ class CheckpointManager:
     # -- restoring
 
     @show_options(LOAD_DEFAULTS)
-    @explained
     def restore(self, step: int | str, **options: Unpack[LoadOptions]) -> LoadedState:
         """Load a step.
 
