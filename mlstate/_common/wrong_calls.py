@@ -6,7 +6,7 @@ The only home of such answers: `show_exports` passes every public function and c
 from __future__ import annotations
 
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import CO_VARKEYWORDS, Parameter, signature
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -30,6 +30,28 @@ _KEYWORDS = (
     ("optim", "into", "into= has what to fill: load(path, into={'optimizer': optimizer})"),
     ("state", "into", "into= has what to fill: load(path, into=state)"),
     ("target", "into", "into= has what to fill"),
+    ("state_dict", "model", ""),
+    ("tensors", "model", ""),
+    ("async", "save", "save_async(path, model) returns while it writes"),
+    ("force", "overwrite", ""),
+    ("exist", "overwrite", ""),
+    ("prefix", "rules", "rules has pairs of prefixes: rename(state, {'module.': ''})"),
+    ("prefix", "rename", "pass rename={'module.': ''}"),
+    ("keys", "names", ""),
+    ("filter", "names", ""),
+    ("exact", "rtol", "bits are compared, unless rtol= or atol= is a tolerance"),
+    ("fix", "verify", "verify only reads: load another step, or fetch the file again"),
+    ("image", "extra", "pass extra={position: digest}"),
+    ("top_k", "keep_best", ""),
+    ("dir", "directory", ""),
+    ("reduc", "op", ""),
+    ("world_size", "process_group", "process_group= has the ranks"),
+    ("model", "fsdp", "register_hooks(model, units) takes the model"),
+    ("into", "load_file", "load(path, into=...) fills what you have"),
+    ("window", "capacity", ""),
+    ("length", "capacity", ""),
+    ("length", "target_seq_length", ""),
+    ("size", "target_seq_length", ""),
     ("scheduler", "states", "pass states={'scheduler': scheduler}"),
     ("epoch", "metadata", "pass metadata={'epoch': 3}"),
     ("loss", "metadata", "pass metadata={'loss': 0.25}"),
@@ -57,16 +79,28 @@ _KEYWORDS = (
     ("ranks", "world_size", ""),
     ("shards", "world_size", ""),
     ("num", "world_size", ""),
-    ("prefix", "rules", "rules has pairs of prefixes: rename(state, {'module.': ''})"),
     ("framework", "load_file", "load_file returns arrays: torch.from_numpy shares their memory"),
     ("device", "load_file", "load(path, device='cuda').model has tensors of torch there"),
 )
+# Classes whose objects come from another call.
+_MAKERS = {
+    "Chain": "Chain.from_torch(module, sample) measures a module",
+    "LocalGroup": "LocalGroup.threads(2) makes a group of threads, and run() one of processes",
+    "LoadedState": "mlstate.load(path) returns one",
+    "SaveHandle": "mlstate.save_async(path, model) returns one",
+}
 # Attributes that people look for, by class, and what to do.
 _MAPPING = "a state is a mapping of name to array"
 _MODEL = ".model is a mapping of name to array"
 _DEVICE = "mlstate.load(path, device='cuda').model has tensors of torch there"
 _MATCH = "match() finds a stored prompt, and restore() fills a cache with it"
 _RESTORE = "restore() reads a step"
+_LOAD = "mlstate.load(path).model has the tensors"
+_ADD = "add_gradients() adds a micro-batch"
+_TAKE = "get_and_clear_gradients() returns the sums, for an optimizer of yours"
+_PUBLISH = "publish(step, model) publishes the weights"
+_POLL = "poll() fetches the newest weights into what `into` named"
+_WAIT = "wait() waits, and raises what failed"
 _ATTRIBUTES = {
     "StateDict": {
         "to": f"{_DEVICE}, and astype() changes dtypes",
@@ -86,11 +120,18 @@ _ATTRIBUTES = {
         "load_latest": "restore_latest() reads the last one",
         "latest": "latest_step() is the number of the last one, and restore_latest() reads it",
         "all_steps": "steps() lists them",
-        "wait_until_finished": "close() waits, as does result() of what save_async returns",
-        "wait": "close() waits, as does result() of what save_async returns",
+        "wait_until_finished": "close() waits, as does wait() of what save_async returns",
+        "wait": "close() waits, as does wait() of what save_async returns",
     },
+    "SaveHandle": dict.fromkeys(["result", "join", "get", "exception"], _WAIT),
+    "Checkpoint": dict.fromkeys(["keys", "items", "values", "model", "get_tensor"], _LOAD),
+    "Publisher": dict.fromkeys(["save", "push", "put", "send"], _PUBLISH),
+    "Follower": dict.fromkeys(["load", "get", "pull", "update", "fetch", "sync"], _POLL),
+    "GradientAccumulator": dict.fromkeys(["add", "accumulate", "backward", "update"], _ADD)
+    | dict.fromkeys(["step", "zero_grad", "grads", "gradients", "get_gradients"], _TAKE),
     "PromptStore": dict.fromkeys(["get", "lookup", "load", "find"], _MATCH)
-    | dict.fromkeys(["add", "save", "store", "set"], "put() stores a prompt with its cache"),
+    | dict.fromkeys(["add", "save", "store", "set"], "put() stores a prompt with its cache")
+    | dict.fromkeys(["keys", "items", "list", "prompts"], "`mlstate prompts ls` lists them"),
 }
 
 
@@ -126,8 +167,9 @@ def _is_public_call(name: str, function: Any) -> bool:
     """Return whether a member of a class is a function of this package with options."""
     if not isinstance(function, FunctionType) or not function.__module__.startswith(_PACKAGE):
         return False
-    options = function.__defaults__ or function.__kwdefaults__
-    return name == "__init__" or bool(options and not name.startswith("_"))
+    options = (function.__defaults__, function.__kwdefaults__)
+    has_options = any(options) or function.__code__.co_flags & CO_VARKEYWORDS
+    return name == "__init__" or bool(has_options and not name.startswith("_"))
 
 
 def _explained_function(function: FunctionType) -> Callable[..., Any]:
@@ -155,22 +197,25 @@ def _call_hint(
     parameters = signature(function).parameters
     try:
         signature(function).bind(*args, **keywords)
-    except TypeError:
-        for name in keywords:
-            if name not in parameters:
-                return _keyword_hint(function, name, parameters)
-    else:
         return ""
+    except TypeError:
+        unknown = next((name for name in keywords if name not in parameters), None)
+    if unknown is not None and (hint := _keyword_hint(function, unknown, parameters)):
+        return hint
     texts = [
         f"{name}=" if parameter.kind is Parameter.KEYWORD_ONLY else name
         for name, parameter in parameters.items()
-        if name in ("into", "step")
+        if unknown is not None
+        or name in ("into", "step")
         or parameter.default is Parameter.empty
         or parameter.kind is not Parameter.KEYWORD_ONLY
     ]
     name = function.__qualname__.removesuffix(".__init__")
+    if name in _MAKERS:
+        return f"; {_MAKERS[name]}"
     texts = [text for text in texts if text not in ("self", "cls")]
-    return f"; the call is {name}({', '.join(texts)}, ...)"
+    rest = [] if unknown is not None else ["..."]
+    return f"; the call is {name}({', '.join(texts + rest)})"
 
 
 def _keyword_hint(

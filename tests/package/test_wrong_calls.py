@@ -8,8 +8,9 @@ import pytest
 import mlstate
 from mlstate.activation import plan
 from mlstate.checkpoint import CheckpointManager
+from mlstate.collectives import LocalGroup
 from mlstate.follow import Follower, Publisher
-from mlstate.fsdp import GradientAccumulator, clip_grad_norm
+from mlstate.fsdp import FSDP, GradientAccumulator, clip_grad_norm
 from mlstate.prompts import PromptStore
 from mlstate.testing import assert_same_bits, run_ranks
 
@@ -99,6 +100,24 @@ CALLS = [
     (lambda: Follower("run2"), "'into'", "the call is Follower(path, into=, ...)"),
     (lambda: assert_same_bits(W, W, rtol=1e-3), "'rtol'", "ulps= is the tolerance"),
     (lambda: run_ranks(2, print, backend="gloo"), "'backend'", "'threads', 'gloo' or 'mpi'"),
+    (lambda: manager().restore(1, map_location="cpu"), "'map_location'", "device= is where"),
+    (lambda: CheckpointManager("run", save_top_k=3), "'save_top_k'", "did you mean 'keep_best'?"),
+    (lambda: mlstate.save("new", W, force=True), "'force'", "did you mean 'overwrite'?"),
+    (lambda: mlstate.save("new", state_dict=W), "'state_dict'", "did you mean 'model'?"),
+    (lambda: mlstate.save_async("new", W, epoch=3), "'epoch'", "pass metadata={'epoch': 3}"),
+    (lambda: mlstate.convert("ckpt"), "'target'", "convert(source, target, step=, ...)"),
+    (lambda: mlstate.convert("ckpt", "new", prefix="a."), "'prefix'", "rename={'module.': ''}"),
+    (lambda: mlstate.verify("ckpt", fix=True), "'fix'", "verify only reads"),
+    (lambda: mlstate.digest(W, algorithm="md5"), "'algorithm'", "the call is digest(what, group=)"),
+    (lambda: mlstate.inspect("ckpt").keys(), "'keys'", "mlstate.load(path).model"),
+    (lambda: mlstate.transition_kv_state(W["w"], new_size=8), "'new_size'", "'target_seq_length'?"),
+    (lambda: mlstate.compact_kv_state(W["w"], 2), "'current_position'", "compact_kv_state(source_"),
+    (lambda: FSDP(world_size=2), "'world_size'", "process_group= has the ranks"),
+    (lambda: mlstate.Chain.from_torch(None), "'sample'", "from_torch(module, sample, ...)"),
+    (lambda: LocalGroup(world_size=2), "'link'", "LocalGroup.threads(2) makes a group"),
+    (lambda: GradientAccumulator(4).step(), "'step'", "get_and_clear_gradients() returns"),
+    (lambda: Publisher("run2").push(W), "'push'", "publish(step, model)"),
+    (lambda: Follower("run2", into=W).get(), "'get'", "poll() fetches the newest weights"),
 ]
 
 
