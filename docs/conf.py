@@ -237,7 +237,9 @@ def report_source_modules():
         module = importlib.import_module(info.name)
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                set_module(info.name)(getattr(module, node.name))
+                thing = getattr(module, node.name)
+                for each in (thing, getattr(thing, "_explained", thing)):  # or its wrapper
+                    set_module(info.name)(each)
 
 
 def complete_inventory(app, env):
