@@ -171,6 +171,7 @@ class PromptStore:
         # Prompts up to the end of a damaged record; the key is its kind, and the prompt's key.
         self._damaged: dict[tuple[int, tuple[bytes, bytes]], Prompt] = {}
         self._repair_lock = Lock()
+        self._is_checked = False  # whether a put looked for damage of a power failure
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
         parent = os.path.dirname(self._path)
         try:
@@ -456,6 +457,9 @@ class PromptStore:
         """
         self._drop_damaged()
         ids = prompt.ids
+        if not self._is_checked:  # a put of no records removes damaged ones before the match
+            self._put_records(prompt, [])
+            self._is_checked = True
         with self._match_of(prompt) as match:
             for other in (self._stored.get(prompt.is_quantized), match._stored):
                 if other is not None and other.digest != stored.digest:
@@ -493,10 +497,14 @@ class PromptStore:
     def _write(self, prompt: Prompt, records: list[_Record]) -> int:
         """Store records of a prompt; return how many of its tokens can be restored then."""
         if records:
-            limits = self._max_bytes, self._timeout
-            self._log.put(self._key, prompt.ids, self._block, records, *limits, prompt.extras)
+            self._put_records(prompt, records)
         with self._match_of(prompt) as match:
             return match.length
+
+    def _put_records(self, prompt: Prompt, records: list[_Record]) -> None:
+        """Store records of a prompt; the first put removes those that lost their payload."""
+        limits = self._max_bytes, self._timeout
+        self._log.put(self._key, prompt.ids, self._block, records, *limits, prompt.extras)
 
     def _drop_damaged(self) -> None:
         """Remove the records that a restore found damaged, so that this put stores them again.

@@ -301,6 +301,15 @@ def test_the_next_put_stores_all_damaged_records_again(store, tmp_path, spec):
     assert same(restored(store, TOKENS, empty_state(spec), full=True), before)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_put_stores_the_payload_that_a_power_failure_lost(store, tmp_path, asynchronous):
+    before = put_damaged(store, tmp_path, FULL, (20, 98))
+    with store_at(tmp_path) as other:
+        length = other.put(TOKENS, before, asynchronous=asynchronous)
+        assert (length.result() if asynchronous else length) == 100 and other.verify() == []
+        assert same(restored(other, TOKENS, empty_state(FULL), full=True), before)
+
+
 def test_a_block_that_was_stored_again_is_not_dropped(store, tmp_path):
     before = put_damaged(store, tmp_path, FULL, [20])
     with store.match(TOKENS) as match:
