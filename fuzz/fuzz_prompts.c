@@ -97,7 +97,8 @@ static void correct_index(const mls_prompt_log *log, unsigned char *data, size_t
 
 static bool visit(void *context, const mls_prompt_listed *listed)
 {
-    *(uint64_t *)context += listed->hit.payload_bytes + listed->hit.header.token_count;
+    *(uint64_t *)context +=
+        listed->hit.header.payload_bytes + listed->hit.header.token_count;
     return true;
 }
 
@@ -137,7 +138,7 @@ static void use_log(mls_prompt_log *log)
     for (size_t i = 0; i < match->count; i++) {
         mls_prompt_request request = {.hit = i};
         require(match->hits[i].end <= COUNT);
-        if (match->hits[i].payload_bytes == sizeof copy &&
+        if (match->hits[i].header.payload_bytes == sizeof copy &&
             match->hits[i].header.part_count == 1) {
             require(mls_tensor_init(&request.into, copy, MLS_U8, 1, &bytes, &st) ==
                     MLS_OK);

@@ -144,13 +144,13 @@ class Match:
     """
 
     __slots__ = (
-        "_blocks",
         "_candidates",
         "_is_closed",
         "_key",
         "_least",
         "_log_match",
         "_prompt",
+        "_reach",
         "_stored",
         "length",
         "limit",
@@ -164,7 +164,7 @@ class Match:
     _prompt: Prompt
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
-    _blocks: list[BlockRange]  # adjacent ones, from the first token on
+    _reach: int  # tokens of the adjacent blocks, from the first token on
     _least: int  # tokens that a restore may return, except 0
 
     def __init__(self) -> None:
@@ -173,9 +173,14 @@ class Match:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Match cannot be copied or pickled, because it keeps files open")
 
-    def _reach(self) -> int:
-        """Return the number of first tokens that are in blocks."""
-        return self._blocks[-1].stop if self._blocks else 0
+    @property
+    def _blocks(self) -> list[BlockRange]:
+        """The adjacent blocks, from the first token on."""
+        return [
+            BlockRange(index, start, end)
+            for index, (kind, start, end, _) in enumerate(self._log_match.records)
+            if kind == BLOCK and end <= self._reach
+        ]
 
     def close(self) -> None:
         """Close the files; `PromptStore.restore` of this match then raises ValueError."""
@@ -229,18 +234,18 @@ def make_match(
     match._least, most = limits
     match._log_match, match._prompt, match._key = log_match, prompt, key
     match.length, match.limit, match._stored = 0, None, expected
-    match._candidates, match._blocks = [], []
+    match._candidates, match._reach = [], 0
     heads = _heads(log_match, path)
     if not heads:
         match.limit = _first_name(expected) if most else None
         return match
-    stored = next(iter(heads.values())).stored
+    stored = heads[0][0].stored
     if expected is not None and expected.digest != stored.digest:
         log("WARNING", "%s: the stored prompt has other entries than the cache: a miss", path)
         match.limit = _first_name(expected)
         return match
     match._stored = stored
-    match._blocks = _adjacent_blocks(log_match, stored)
+    match._reach = log_match.reach(stored.digest, stored.token_bytes)
     match._candidates = _candidates(match, heads, most)
     if match._candidates:
         match.length = match._candidates[0].position
@@ -249,52 +254,32 @@ def make_match(
     return match
 
 
-def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
-    """Return the heads of the first block and of the snapshots, by index of the record.
+def _heads(log_match: _core.PromptMatch, path: str) -> list[tuple[Head, int, int, int, int]]:
+    """Return the first block and the snapshots: the head, the number, kind, start and end of each.
 
     A record whose description is malformed is logged and left out. `path`: of the store.
     """
-    heads: dict[int, Head] = {}
-    for index, (kind, start, _, _) in enumerate(log_match.records):
-        if kind == SNAPSHOT or (kind == BLOCK and start == 0):
-            try:
-                heads[index] = head_of(log_match.meta(index), path)
-            except FormatError as error:
-                log("WARNING", "%s: the record is left out", error)
+    heads = []
+    for index, kind, start, end in log_match.heads:
+        try:
+            heads.append((head_of(log_match.meta(index), path), index, kind, start, end))
+        except FormatError as error:
+            log("WARNING", "%s: the record is left out", error)
     return heads
 
 
-def _adjacent_blocks(log_match: _core.PromptMatch, stored: StoredSpec) -> list[BlockRange]:
-    """Return the adjacent blocks from the first token on.
-
-    They end before the first block that has other entries than `stored`, or another size.
-    """
-    blocks: list[BlockRange] = []
-    meta, digest, token_bytes, reach = log_match.meta, stored.digest, stored.token_bytes, 0
-    for index, (kind, start, end, nbytes) in enumerate(log_match.records):
-        if kind != BLOCK:
-            continue
-        if start != reach or nbytes != token_bytes * (end - start):
-            break
-        if not meta(index).startswith(digest):
-            break
-        blocks.append(BlockRange(index, start, end))
-        reach = end
-    return blocks
-
-
-def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candidate]:
+def _candidates(
+    match: Match, heads: list[tuple[Head, int, int, int, int]], most: int
+) -> list[Candidate]:
     """Return the positions, up to `most`, that can be restored, the longest first.
 
-    `heads`: of the records by index. A snapshot can be restored if the blocks reach its first
-    token. A cache without snapshots can be restored at each position that blocks reach.
+    `heads`: of the records. A snapshot can be restored if the blocks reach its first token. A cache
+    without snapshots can be restored at each position that blocks reach.
     """
-    stored = match._stored
-    reach = match._reach()
+    stored, reach = match._stored, match._reach
     assert stored is not None
     candidates = []
-    for index, head in heads.items():
-        kind, start, end, _ = match._log_match.records[index]
+    for head, index, kind, start, end in heads:
         if kind != SNAPSHOT or start > reach or head.stored.digest != stored.digest:
             continue
         position = end if stored.states else min(end, most)  # a state belongs to the end only
@@ -310,8 +295,7 @@ def _limiting_entry(match: Match, stored: StoredSpec) -> str:
 
     It is a state if blocks are stored beyond the match, else an entry that blocks have.
     """
-    reach = match._reach()
-    has_more_tokens = reach > match.length or not stored.blocks
+    has_more_tokens = match._reach > match.length or not stored.blocks
     entries = stored.states if has_more_tokens and stored.states else stored.blocks
     return (entries or stored.entries)[0].name
 

@@ -466,8 +466,8 @@ class PromptStore:
                     other.check(state.spec, "cache")
             self._stored.setdefault(prompt.is_quantized, stored)
             pending -= pending % self._block  # whole blocks only
-            stop = max(match._reach(), pending)
-            ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
+            stop = max(match._reach, pending)
+            ends = {end for _, kind, _, end in match._log_match.heads if kind == SNAPSHOT}
         records: list[_Record] = []
         for start in range(stop, len(ids) - self._block + 1, self._block):
             stop = start + self._block

@@ -382,6 +382,25 @@ def test_match_outlives_pruning_and_the_log(tmp_path):
         result.meta(0)
 
 
+def test_a_match_reaches_adjacent_blocks_of_one_description_and_size(log):
+    lengths = [8, 8, 8, 4, 8]  # bytes; the description of each block has them after "b"
+    records = [
+        (0, BLOCK * n, b"b%d %d" % (size, n), [np.zeros(size, np.uint8)])
+        for n, size in enumerate(lengths, 1)
+    ]
+    records.insert(1, (1, BLOCK + 2, b"state", [np.zeros(3, np.uint8)]))
+    assert log.put(b"m", np.arange(5 * BLOCK), BLOCK, records, None, 1.0) == [1] * 6
+    result = log.match(b"m", np.arange(5 * BLOCK), BLOCK)
+    assert result.heads == ((0, 0, 0, BLOCK), (1, 1, BLOCK, BLOCK + 2))
+    reached = [("b", 2, 3), ("b8", 2, 3), ("b8 1", 2, 1), ("b4", 2, 0), ("b", 1, 0), ("b", -2, 0)]
+    for prefix, token_bytes, blocks in reached:
+        assert result.reach(prefix.encode(), token_bytes) == blocks * BLOCK
+    result.close()
+    assert [record[3] for record in result.records] == [8, 3, 8, 8, 4, 8]
+    with pytest.raises(ValueError, match="closed"):
+        result.reach(b"b", 2)
+
+
 def test_wrong_arguments_are_refused_and_leave_the_log_empty(log):
     good = np.arange(BLOCK)
     block = [(0, BLOCK, b"", [])]

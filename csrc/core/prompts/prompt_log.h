@@ -82,8 +82,7 @@ void mls_prompt_log_free(mls_prompt_log *log);
 /* A record of a match. */
 typedef struct mls_prompt_hit {
     unsigned kind;
-    size_t start, end; /* tokens of the prompt */
-    uint64_t payload_bytes;
+    size_t start, end;            /* tokens of the prompt */
     mls_prompt_header header;     /* borrows the bytes below */
     unsigned char *bytes;         /* of the header; owned */
     struct mls_prompt_file *file; /* the open segment, which the hit holds */
@@ -115,6 +114,16 @@ struct mls_prompt_match {
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st);
 void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */
+
+/* Release the segments and the bytes of the headers of a match, whose numbers stay. May
+ * be repeated. */
+void mls_prompt_match_close(mls_prompt_match *match);
+
+/* Return the end of the last of the adjacent blocks, from the first token on, whose meta
+ * begins with the `bytes` bytes at `prefix`, and whose payload has `token_bytes` for each
+ * token; 0 without one. */
+size_t mls_prompt_match_reach(const mls_prompt_match *match, const unsigned char *prefix,
+                              size_t bytes, uint64_t token_bytes);
 
 /* A part to read, and its destination. */
 typedef struct mls_prompt_request {

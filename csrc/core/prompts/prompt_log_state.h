@@ -26,7 +26,7 @@ enum {
     MLS_PROMPT_USED_ROW = 20,
     MLS_PROMPT_USED_MOST = 1 << 18, /* readers append no more than so many bytes */
     MLS_PROMPT_HINT = 40,           /* place in `store` of the newest segment's number */
-    MLS_PROMPT_HEAD_READ = 4096     /* bytes read for a header, unless it is longer */
+    MLS_PROMPT_HEAD_READ = 4096     /* bytes read for a header of unknown length */
 };
 
 /* An open segment, shared by the log and by matches. */
@@ -133,14 +133,14 @@ mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
 /* ---- prompt_stored.c: without a lock ---- */
 
 /* Read the header of the record at `offset` into `*out`. Its bytes are in
- * `header_buffer`, of MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller
- * frees; `*bytes` is the address of either. `left`: bytes of the file from the record on.
- * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is
- * `header_buffer` then. */
+ * `header_buffer`, of `room` bytes (at least MLS_PROMPT_FIXED), or in longer memory that
+ * the caller frees; `*bytes` is the address of either. `left`: bytes of the file from the
+ * record on. MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes`
+ * is `header_buffer` then. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *header_buffer,
-                                unsigned char **bytes, mls_prompt_header *out,
-                                mls_status *st);
+                                size_t room, unsigned char **bytes,
+                                mls_prompt_header *out, mls_status *st);
 
 /* Bytes of invalid long headers that a scan of `length` bytes may read. A hostile segment
  * can claim a long header at each place; behind this limit they count as damage

@@ -32,6 +32,7 @@ typedef struct search {
     const struct mls_prompt_file
         *sized; /* the file whose size is `file_bytes`, or NULL */
     uint64_t file_bytes;
+    size_t header_room; /* bytes to read for a header: as many as the one before has */
 } search;
 
 enum { HITS_BETWEEN_REPORTS = 8 }; /* headers that are read before a signal is noticed */
@@ -40,22 +41,22 @@ static void release_hit(mls_prompt_hit *hit)
 {
     mls_prompt_file_release(hit->file);
     mls_free(hit->bytes);
+    hit->file = NULL;
+    hit->bytes = NULL;
 }
 
-/* Release all hits of a match, which stays valid and empty. */
-static void drop_hits(mls_prompt_match *match)
+void mls_prompt_match_close(mls_prompt_match *match)
 {
     for (size_t i = 0; i < match->count; i++) {
         release_hit(&match->hits[i]);
     }
-    match->count = 0;
 }
 
 /* Release the segments of a match, and free it. */
 void mls_prompt_match_free(mls_prompt_match *match)
 {
     if (match != NULL) {
-        drop_hits(match);
+        mls_prompt_match_close(match);
         mls_free(match->hits);
         mls_free(match->damage);
         mls_free(match);
@@ -196,15 +197,13 @@ static mls_code propose_chain(search *s, mls_status *st)
 
 /* ---- comparison with the stored headers ---- */
 
-/* Return whether the header has exactly these `count` token ids. */
+/* Return whether the header has exactly these `count` token ids. Memory has the byte
+ * order of files: see safetensors_write.c. */
 static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens,
                          size_t count)
 {
-    uint32_t different = header->token_count != count;
-    for (size_t i = 0; i < header->token_count && i < count; i++) {
-        different |= mls_prompt_header_token(header, i) ^ tokens[i];
-    }
-    return different == 0;
+    return header->token_count == count &&
+           (count == 0 || memcmp(header->tokens, tokens, 4 * count) == 0);
 }
 
 /* Return whether the header has exactly the extras of these tokens of the prompt. */
@@ -217,12 +216,12 @@ static bool extras_equal(const mls_prompt_header *header, const mls_prompt_prefi
            (count == 0 || memcmp(header->extras, extras, MLS_PROMPT_EXTRA * count) == 0);
 }
 
-/* Return whether the header is of the record that hit `number` proposes, for this
- * prompt. */
-static bool header_matches_hit(const search *s, size_t number,
-                               const mls_prompt_header *header)
+/* Return whether the header of hit `number` is of the record that the index proposed, for
+ * this prompt. */
+static bool header_matches_hit(const search *s, size_t number)
 {
     const mls_prompt_hit *hit = &s->match->hits[number];
+    const mls_prompt_header *header = &hit->header;
     return header->type == MLS_PROMPT_RECORD && header->kind == hit->kind &&
            header->end == hit->end && header->end >= hit->start &&
            header->end <= s->prefix->count &&
@@ -234,46 +233,12 @@ static bool header_matches_hit(const search *s, size_t number,
            extras_equal(header, s->prefix, hit->start, hit->end);
 }
 
-/* Return the bytes of all parts of a record. */
-static uint64_t sum_parts(const mls_prompt_header *header)
-{
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < header->part_count; i++) {
-        bytes += mls_prompt_header_part(header, i).bytes;
-    }
-    return bytes;
-}
-
-/* Give the hit its header with the header's bytes: `bytes` themselves, which the hit then
- * owns, if `is_owned`; else a copy.
- * MLS_E_MEMORY: no memory for the copy; the hit is unchanged. */
-static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header,
-                            unsigned char *bytes, bool is_owned, mls_status *st)
-{
-    unsigned char *copy = is_owned ? bytes : mls_alloc(header->header_bytes, 1);
-    if (copy == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
-    }
-    if (!is_owned) {
-        memcpy(copy, bytes, header->header_bytes);
-    }
-    hit->bytes = copy;
-    hit->header = *header;
-    hit->header.tokens = copy + (header->tokens - bytes);
-    hit->header.extras = copy + (header->extras - bytes);
-    hit->header.parts = copy + (header->parts - bytes);
-    hit->header.meta = copy + (header->meta - bytes);
-    hit->payload_bytes = sum_parts(header);
-    return MLS_OK;
-}
-
 /* Read and compare the header of hit `number`, and store it in the hit. MLS_E_FORMAT,
  * MLS_E_CHECKSUM: damaged, or not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code check_hit(search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
-    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
-    mls_prompt_header header;
+    unsigned char *longer = NULL;
     struct stat info;
     if (hit->file == NULL) {
         return mls_fail(st, MLS_E_FORMAT, "the segment is missing or damaged");
@@ -285,23 +250,28 @@ static mls_code check_hit(search *s, size_t number, mls_status *st)
         s->sized = hit->file;
         s->file_bytes = (uint64_t)info.st_size;
     }
+    hit->bytes = mls_alloc(s->header_room, 1);
+    if (hit->bytes == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
+    }
     mls_code code = mls_prompt_header_read(
         hit->file->fd, hit->offset,
         s->file_bytes > hit->offset ? s->file_bytes - hit->offset : 0, s->log->crc,
-        header_buffer, &bytes, &header, st);
+        hit->bytes, s->header_room, &longer, &hit->header, st);
+    if (longer != hit->bytes) {
+        mls_free(hit->bytes);
+        hit->bytes = longer;
+    }
     if (code == MLS_E_IO) {
         code = mls_fail_os(st, st->os_error,
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
                            (unsigned long long)hit->offset, (unsigned)hit->segment);
     }
-    if (code == MLS_OK && !header_matches_hit(s, number, &header)) {
+    if (code == MLS_OK && !header_matches_hit(s, number)) {
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
     if (code == MLS_OK) {
-        code = keep_header(hit, &header, bytes, bytes != header_buffer, st);
-    }
-    if (code != MLS_OK && bytes != header_buffer) {
-        mls_free(bytes);
+        s->header_room = mls_size_least(hit->header.header_bytes, MLS_PROMPT_HEAD_READ);
     }
     return code;
 }
@@ -347,6 +317,7 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
     mls_code code = MLS_OK;
     match->length = 0;
     s->sized = NULL;
+    s->header_room = MLS_PROMPT_HEAD_READ;
     for (size_t i = 0; i < match->count; i++) {
         mls_prompt_hit *hit = &match->hits[i];
         const bool is_behind = is_cut && hit->start > match->length;
@@ -429,7 +400,8 @@ static mls_code repeat_search(search *s, mls_status *st)
     mls_prompt_lock_state(s->log);
     s->log->is_stale = s->log->is_stale || !s->log->is_writing;
     mls_prompt_unlock_state(s->log);
-    drop_hits(s->match);
+    mls_prompt_match_close(s->match);
+    s->match->count = 0;
     s->match->damage_count = 0;
     return find_records(s, &damaged, st);
 }
@@ -461,4 +433,29 @@ mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *pref
     }
     *out = s.match;
     return MLS_OK;
+}
+
+/* ---- the match ---- */
+
+/* Hits are sorted by end, so the next block of the chain is behind the one before it. */
+size_t mls_prompt_match_reach(const mls_prompt_match *match, const unsigned char *prefix,
+                              size_t bytes, uint64_t token_bytes)
+{
+    size_t reach = 0;
+    for (size_t i = 0; i < match->count; i++) {
+        const mls_prompt_hit *hit = &match->hits[i];
+        const mls_prompt_header *header = &hit->header;
+        uint64_t expected;
+        if (hit->kind != 0) {
+            continue;
+        }
+        if (hit->start != reach || header->meta_bytes < bytes ||
+            memcmp(header->meta, prefix, bytes) != 0 ||
+            !mls_u64_mul(token_bytes, hit->end - hit->start, &expected) ||
+            header->payload_bytes != expected) {
+            break;
+        }
+        reach = hit->end;
+    }
+    return reach;
 }

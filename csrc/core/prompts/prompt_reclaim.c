@@ -185,8 +185,9 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     mls_prompt_unlock_state(log);
     const uint64_t offset = mls_prompt_entry_offset(&entry);
     bool is_good = false;
-    mls_code code = mls_prompt_header_read(file->fd, offset, length - offset, log->crc,
-                                           header_buffer, &bytes, &header, st);
+    mls_code code =
+        mls_prompt_header_read(file->fd, offset, length - offset, log->crc, header_buffer,
+                               MLS_PROMPT_HEAD_READ, &bytes, &header, st);
     if (code == MLS_OK && mls_prompt_key_equal(&header.key, &entry.key)) {
         const bool is_pinned = (entry.flags & MLS_PROMPT_PINNED) != 0;
         header.flags = MLS_PROMPT_MOVED | (is_pinned ? MLS_PROMPT_MOVED_PINNED : 0);
@@ -251,7 +252,7 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
                                              &effort, append->progress, &at, st);
     while (code == MLS_OK && at > 0) {
         code = mls_prompt_header_read(file->fd, at, length - at, crc, header_buffer,
-                                      &bytes, &header, st);
+                                      MLS_PROMPT_HEAD_READ, &bytes, &header, st);
         const size_t note_bytes =
             code == MLS_OK && header.type == MLS_PROMPT_NOTES
                 ? header.meta_bytes / MLS_PROMPT_NOTE * MLS_PROMPT_NOTE

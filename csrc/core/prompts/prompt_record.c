@@ -144,17 +144,6 @@ mls_prompt_key mls_prompt_hash_key(const mls_prompt_hash *hash)
 
 /* ---- headers ---- */
 
-mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header, size_t i)
-{
-    const unsigned char *at = header->parts + MLS_PROMPT_PART * i;
-    return (mls_prompt_part){.bytes = mls_load_le64(at), .crc = mls_load_le32(at + 8)};
-}
-
-uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i)
-{
-    return mls_load_le32(header->tokens + 4 * i);
-}
-
 /* Return the bytes of a header with `words` words of tokens and extras, `parts` parts and
  * `meta` bytes of meta, rounded up to units. The counts are limited, so their sum
  * fits. */
@@ -205,6 +194,7 @@ mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
     }
     header->header_bytes =
         compute_header_bytes(words, header->part_count, header->meta_bytes);
+    header->payload_bytes = payload;
     uint64_t bytes;
     if (!mls_u64_add(header->header_bytes, payload, &bytes) ||
         !round_record(bytes, &header->record_bytes)) {
@@ -337,9 +327,9 @@ static void read_fields(const unsigned char *data, mls_prompt_header *out)
     out->meta = out->parts + MLS_PROMPT_PART * out->part_count;
 }
 
-/* Return whether the header and its parts, rounded up to units, have exactly the bytes of
- * the record. */
-static bool parts_fit(const mls_prompt_header *header)
+/* Set `payload_bytes` to the sum of all parts. Returns whether the header and its parts,
+ * rounded up to units, have exactly the bytes of the record. */
+static bool sum_parts(mls_prompt_header *header)
 {
     uint64_t bytes = header->header_bytes, rounded = 0;
     for (size_t i = 0; i < header->part_count; i++) {
@@ -347,6 +337,7 @@ static bool parts_fit(const mls_prompt_header *header)
             return false;
         }
     }
+    header->payload_bytes = bytes - header->header_bytes;
     return round_record(bytes, &rounded) && rounded == header->record_bytes;
 }
 
@@ -378,7 +369,7 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
     }
     mls_prompt_header header;
     read_fields(data, &header);
-    if (header.record_bytes > left || !parts_fit(&header) ||
+    if (header.record_bytes > left || !sum_parts(&header) ||
         header.end < header.token_count || header.end > UINT32_MAX) {
         return mls_fail(st, MLS_E_FORMAT, "the lengths of a record are invalid");
     }

@@ -9,6 +9,7 @@
 #ifndef MLS_PROMPT_RECORD_H
 #define MLS_PROMPT_RECORD_H
 
+#include "base/size.h"
 #include "base/status.h"
 #include "crc32c/crc32c.h"
 
@@ -98,6 +99,7 @@ typedef struct mls_prompt_header {
     size_t token_count; /* of the record itself */
     size_t extra_count; /* of the record itself */
     size_t part_count;
+    uint64_t payload_bytes;      /* of all parts */
     const unsigned char *tokens; /* 4 bytes each */
     const unsigned char *extras; /* MLS_PROMPT_EXTRA bytes each, by position */
     const unsigned char *parts;  /* see mls_prompt_header_part */
@@ -109,13 +111,22 @@ typedef struct mls_prompt_header {
 } mls_prompt_header;
 
 /* Return the length and the checksum of part `i` of a parsed header. */
-mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header, size_t i);
-/* Return token id `i` of a parsed header. */
-uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i);
+static inline mls_prompt_part mls_prompt_header_part(const mls_prompt_header *header,
+                                                     size_t i)
+{
+    const unsigned char *at = header->parts + MLS_PROMPT_PART * i;
+    return (mls_prompt_part){.bytes = mls_load_le64(at), .crc = mls_load_le32(at + 8)};
+}
 
-/* Compute `header_bytes` and `record_bytes` from the counts and `payload` bytes.
- * MLS_E_VALUE: more tokens, extras, parts or meta than a header may have;
- * MLS_E_SIZE. */
+/* Return token id `i` of a parsed header. */
+static inline uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i)
+{
+    return mls_load_le32(header->tokens + 4 * i);
+}
+
+/* Compute `header_bytes` and `record_bytes` from the counts and `payload` bytes, and set
+ * `payload_bytes`. MLS_E_VALUE: more tokens, extras, parts or meta than a header may
+ * have; MLS_E_SIZE. */
 mls_code mls_prompt_header_sizes(mls_prompt_header *header, uint64_t payload,
                                  mls_status *st);
 

@@ -182,8 +182,9 @@ static mls_code read_long(scan *s, unsigned char *header_buffer, unsigned char *
     if (length > MLS_PROMPT_HEAD_READ && length > s->effort) {
         return MLS_E_CHECKSUM;
     }
-    const mls_code code = mls_prompt_header_read(s->fd, at, s->length - at, s->log->crc,
-                                                 header_buffer, bytes, header, st);
+    const mls_code code =
+        mls_prompt_header_read(s->fd, at, s->length - at, s->log->crc, header_buffer,
+                               MLS_PROMPT_HEAD_READ, bytes, header, st);
     s->effort -= code != MLS_OK && length <= s->effort ? length : 0;
     return code;
 }

@@ -22,11 +22,10 @@ static mls_code fail_cut(mls_status *st)
  * one is read again as a whole. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *header_buffer,
-                                unsigned char **bytes, mls_prompt_header *out,
-                                mls_status *st)
+                                size_t room, unsigned char **bytes,
+                                mls_prompt_header *out, mls_status *st)
 {
-    const size_t first =
-        left < MLS_PROMPT_HEAD_READ ? (size_t)left : MLS_PROMPT_HEAD_READ;
+    const size_t first = left < room ? (size_t)left : room;
     *bytes = header_buffer;
     mls_code code = mls_file_read_at(fd, header_buffer, first, offset, st);
     if (code == MLS_OK) {
@@ -76,8 +75,8 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     if (is_long && length > *effort) {
         return MLS_E_CHECKSUM;
     }
-    code = mls_prompt_header_read(fd, offset, left, crc, header_buffer, &longer, &header,
-                                  st);
+    code = mls_prompt_header_read(fd, offset, left, crc, header_buffer,
+                                  MLS_PROMPT_HEAD_READ, &longer, &header, st);
     if (longer != header_buffer) {
         mls_free(longer);
     }

@@ -91,7 +91,8 @@ static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
     unsigned char *bytes = header_buffer;
     if (code == MLS_OK) {
         code = mls_prompt_header_read(hit->file->fd, offset, end - offset, log->crc,
-                                      header_buffer, &bytes, &hit->header, st);
+                                      header_buffer, MLS_PROMPT_HEAD_READ, &bytes,
+                                      &hit->header, st);
     }
     hit->bytes = bytes == header_buffer ? NULL : bytes;
     if (code == MLS_OK && !mls_prompt_key_equal(&hit->header.key, &entry->key)) {
@@ -99,9 +100,6 @@ static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
     }
     if (code == MLS_OK) {
         hit->start = hit->end - hit->header.token_count;
-        for (size_t i = 0; i < hit->header.part_count; i++) {
-            hit->payload_bytes += mls_prompt_header_part(&hit->header, i).bytes;
-        }
     }
     return code;
 }

@@ -67,8 +67,9 @@ static mls_code check_record(const mls_prompt_log *log, const mls_prompt_entry *
     const uint64_t offset = mls_prompt_entry_offset(entry);
     unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
-    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc,
-                                           header_buffer, &bytes, &header, st);
+    mls_code code =
+        mls_prompt_header_read(fd, offset, end - offset, log->crc, header_buffer,
+                               MLS_PROMPT_HEAD_READ, &bytes, &header, st);
     if (code == MLS_OK) {
         code = mls_prompt_payload_check(fd, offset, &header, log->crc, buffer, BUFFER,
                                         log->progress, st);

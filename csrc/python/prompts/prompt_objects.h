@@ -17,11 +17,12 @@ typedef struct mlspy_prompt_log {
     bool is_closed;
 } mlspy_prompt_log;
 
-/* PromptMatch; closed in the same way. */
+/* PromptMatch. If it is closed during calls, the last of them closes `match`. */
 typedef struct mlspy_prompt_match {
-    PyObject_HEAD mls_prompt_match *match; /* NULL: closed */
-    PyObject *records, *damage;            /* tuples */
-    PyObject *path;                        /* of the log */
+    PyObject_HEAD mls_prompt_match *match;
+    PyObject *records;        /* a tuple; NULL: not made yet */
+    PyObject *heads, *damage; /* tuples */
+    PyObject *path;           /* of the log */
     size_t length;
     Py_ssize_t calls;
     bool is_closed;

@@ -798,7 +798,7 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
                       header->parent.bytes, (Py_ssize_t)MLS_PROMPT_KEY, hit->kind,
                       (Py_ssize_t)hit->end, header->fingerprint,
                       (Py_ssize_t)header->fingerprint_bytes,
-                      (unsigned long long)hit->payload_bytes,
+                      (unsigned long long)hit->header.payload_bytes,
                       PyBool_FromLong(listed->is_pinned), (unsigned)listed->used, tokens,
                       header->meta, (Py_ssize_t)header->meta_bytes, header->extras,
                       (Py_ssize_t)(MLS_PROMPT_EXTRA * header->extra_count)));

@@ -16,21 +16,18 @@
 
 /* ---- closing ---- */
 
-/* Refuse further calls, and free the match if none is in progress. */
+/* Refuse further calls, and close the match if none is in progress. */
 static void close_match(mlspy_prompt_match *self)
 {
-    mls_prompt_match *match = NULL;
     MLSPY_BEGIN_LOCKED((PyObject *)self)
         self->is_closed = true;
         if (self->calls == 0) {
-            match = self->match;
-            self->match = NULL;
+            mls_prompt_match_close(self->match);
         }
     MLSPY_END_LOCKED();
-    mls_prompt_match_free(match);
 }
 
-/* Counts the call, so that close() does not free the match before it ends. */
+/* Counts the call, so that close() does not close the match before it ends. */
 const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
                                                  PyObject *object)
 {
@@ -53,7 +50,7 @@ const mls_prompt_match *mlspy_prompt_match_enter(const mlspy_state *state,
     return match;
 }
 
-/* The last call of a closed match frees it. */
+/* The last call of a closed match closes its files. */
 void mlspy_prompt_match_leave(PyObject *object)
 {
     mlspy_prompt_match *self = (mlspy_prompt_match *)object;
@@ -71,6 +68,7 @@ static void match_dealloc(mlspy_prompt_match *self)
 {
     mls_prompt_match_free(self->match);
     Py_XDECREF(self->records);
+    Py_XDECREF(self->heads);
     Py_XDECREF(self->damage);
     Py_XDECREF(self->path);
     mlspy_free(self);
@@ -98,8 +96,26 @@ static PyObject *records_tuple(const mls_prompt_match *match)
         mlspy_put(&tuple, (Py_ssize_t)i,
                   Py_BuildValue("(InnK)", hit->kind, (Py_ssize_t)hit->start,
                                 (Py_ssize_t)hit->end,
-                                (unsigned long long)hit->payload_bytes));
+                                (unsigned long long)hit->header.payload_bytes));
     }
+    return tuple;
+}
+
+/* Return a tuple of (number, kind, start, end) for the first block of a match and the
+ * records that are not blocks. NULL with an exception set. */
+static PyObject *heads_tuple(const mls_prompt_match *match)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < match->count; i++) {
+        const mls_prompt_hit *hit = &match->hits[i];
+        if (hit->kind != 0 || hit->start == 0) {
+            mlspy_append(&list,
+                         Py_BuildValue("(nInn)", (Py_ssize_t)i, hit->kind,
+                                       (Py_ssize_t)hit->start, (Py_ssize_t)hit->end));
+        }
+    }
+    PyObject *tuple = list == NULL ? NULL : PyList_AsTuple(list);
+    Py_XDECREF(list);
     return tuple;
 }
 
@@ -112,7 +128,6 @@ static PyObject *damage_tuple(const mls_prompt_match *match)
     return tuple;
 }
 
-/* Converts the records and damage now: they stay readable after close(). */
 PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *match,
                                 PyObject *path)
 {
@@ -125,9 +140,9 @@ PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *matc
     self->match = match;
     self->length = match->length;
     self->path = Py_NewRef(path);
-    self->records = records_tuple(match);
+    self->heads = heads_tuple(match);
     self->damage = damage_tuple(match);
-    if (self->records == NULL || self->damage == NULL) {
+    if (self->heads == NULL || self->damage == NULL) {
         Py_CLEAR(self);
     }
     return (PyObject *)self;
@@ -192,6 +207,29 @@ static PyObject *match_meta(PyObject *self, PyObject *record)
 static PyObject *match_parts(PyObject *self, PyObject *record)
 {
     return describe_record(self, record, part_sizes);
+}
+
+/* reach(prefix, token_bytes) -> int: the tokens of the adjacent blocks from the first one
+ * on whose metadata begins with `prefix`, and which have `token_bytes` for each token. */
+static PyObject *match_reach(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    char *prefix;
+    Py_ssize_t bytes;
+    int64_t token_bytes;
+    if (mlspy_take_count("reach", 2, count) < 0 ||
+        PyBytes_AsStringAndSize(args[0], &prefix, &bytes) < 0 ||
+        mlspy_take_int64(state, args[1], "token_bytes", &token_bytes) < 0) {
+        return NULL;
+    }
+    const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
+    if (match == NULL) {
+        return NULL;
+    }
+    const size_t reach = mls_prompt_match_reach(match, (const unsigned char *)prefix,
+                                                (size_t)bytes, (uint64_t)token_bytes);
+    mlspy_prompt_match_leave(self);
+    return PyLong_FromSize_t(reach);
 }
 
 /* ---- reading ---- */
@@ -402,7 +440,7 @@ static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssiz
     return result;
 }
 
-/* close(): free the match, and with it the open segments, once no call is in progress. */
+/* close(): close the segments, once no call is in progress. */
 static PyObject *match_close(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -412,10 +450,26 @@ static PyObject *match_close(PyObject *self, PyObject *unused)
 
 /* ---- attributes, the type ---- */
 
-static PyObject *match_get_records(PyObject *self, void *unused)
+/* Made at the first use: most matches of which nothing is restored need no tuple. */
+static PyObject *match_get_records(PyObject *object, void *unused)
+{
+    mlspy_prompt_match *self = (mlspy_prompt_match *)object;
+    PyObject *result;
+    (void)unused;
+    MLSPY_BEGIN_LOCKED(object)
+        if (self->records == NULL) {
+            PyObject *tuple = records_tuple(self->match);
+            Py_XSETREF(self->records, tuple); /* another thread may have been faster */
+        }
+        result = Py_XNewRef(self->records);
+    MLSPY_END_LOCKED();
+    return result;
+}
+
+static PyObject *match_get_heads(PyObject *self, void *unused)
 {
     (void)unused;
-    return Py_NewRef(((mlspy_prompt_match *)self)->records);
+    return Py_NewRef(((mlspy_prompt_match *)self)->heads);
 }
 
 static PyObject *match_get_damage(PyObject *self, void *unused)
@@ -432,6 +486,7 @@ static PyObject *match_get_length(PyObject *self, void *unused)
 
 static PyGetSetDef match_attributes[] = {
     {"records", match_get_records, NULL, NULL, NULL},
+    {"heads", match_get_heads, NULL, NULL, NULL},
     {"damage", match_get_damage, NULL, NULL, NULL},
     {"length", match_get_length, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -440,6 +495,7 @@ static PyGetSetDef match_attributes[] = {
 static PyMethodDef match_methods[] = {
     MLSPY_METHOD(match, meta, METH_O, "record, /"),
     MLSPY_METHOD(match, parts, METH_O, "record, /"),
+    MLSPY_METHOD(match, reach, METH_FASTCALL, "prefix, token_bytes, /"),
     MLSPY_METHOD(match, read, METH_O, "requests, /"),
     MLSPY_METHOD(match, read_piece, METH_FASTCALL,
                  "record, part, offset, array, checksum, /"),

@@ -34,15 +34,17 @@ TEST(a_long_header_is_read_to_other_memory)
     mls_prompt_header header;
     const int fd = open_segment();
     const size_t length = file_bytes(segment_path(1)) - 64;
-    CHECK(mls_prompt_header_read(fd, 64, length, log->crc, header_buffer, &bytes, &header,
+    CHECK(mls_prompt_header_read(fd, 64, length, log->crc, header_buffer,
+                                 MLS_PROMPT_HEAD_READ, &bytes, &header,
                                  &status) == MLS_OK);
     CHECK(bytes != header_buffer && header.meta_bytes == 10000);
     mls_free(bytes);
-    CHECK_FAILS(mls_prompt_header_read(fd, 64, 5000, log->crc, header_buffer, &bytes,
-                                       &header, &status),
+    CHECK_FAILS(mls_prompt_header_read(fd, 64, 5000, log->crc, header_buffer,
+                                       MLS_PROMPT_HEAD_READ, &bytes, &header, &status),
                 MLS_E_FORMAT, "the header of a record is cut off");
-    CHECK(mls_prompt_header_read(fd, 128, length - 64, log->crc, header_buffer, &bytes,
-                                 &header, &status) == MLS_E_CHECKSUM);
+    CHECK(mls_prompt_header_read(fd, 128, length - 64, log->crc, header_buffer,
+                                 MLS_PROMPT_HEAD_READ, &bytes, &header,
+                                 &status) == MLS_E_CHECKSUM);
     close(fd);
     const prompt p = prompt_of(1);
     mls_prompt_match *match = match_tokens(log, &p, BLOCK);
@@ -158,7 +160,8 @@ TEST(payload_checks_find_each_damaged_byte_and_can_be_stopped)
     mls_prompt_header header;
     const int fd = open_segment();
     REQUIRE(mls_prompt_header_read(fd, 64, file_bytes(segment_path(1)) - 64, log->crc,
-                                   header_buffer, &bytes, &header, &status) == MLS_OK);
+                                   header_buffer, MLS_PROMPT_HEAD_READ, &bytes, &header,
+                                   &status) == MLS_OK);
     CHECK(mls_prompt_payload_check(fd, 64, &header, log->crc, buffer, sizeof buffer, NULL,
                                    &status) == MLS_OK);
     int left = 3;

@@ -8,7 +8,7 @@ static bool count_records(void *context, const mls_prompt_listed *listed)
 {
     size_t *count = context;
     CHECK(listed->hit.end - listed->hit.start == BLOCK && !listed->is_pinned);
-    CHECK(listed->hit.payload_bytes == PART_BYTES);
+    CHECK(listed->hit.header.payload_bytes == PART_BYTES);
     return ++*count < 5;
 }
 

@@ -110,7 +110,7 @@ static inline size_t stored_tokens(mls_prompt_log *log, uint32_t number)
     mls_prompt_match *match = match_tokens(log, &p, MOST_TOKENS);
     size_t length = match->length;
     for (size_t i = 0; i < match->count && length != SIZE_MAX; i++) {
-        size_t bytes = (size_t)match->hits[i].payload_bytes;
+        size_t bytes = (size_t)match->hits[i].header.payload_bytes;
         unsigned char *into = mls_alloc(bytes, 1), *expected = mls_alloc(bytes, 1);
         mls_prompt_request request = {.hit = i};
         fill_part(expected, bytes, &p, match->hits[i].end);
