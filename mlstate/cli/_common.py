@@ -28,7 +28,9 @@ Usages: TypeAlias = "Mapping[str, Any]"
 
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 _WIDTH = 120  # characters of a cell
-_TEXT = 200  # characters of a JSON value
+_TEXT = 1000  # characters of a JSON value
+_LEAF = 80  # of a text in it
+_ITEMS = 8  # of a list in it
 
 
 def add_command(
@@ -214,5 +216,16 @@ def print_result(
 
 def value_lines(label: str, value: object) -> list[str]:
     """Return a value as one line of JSON; nothing if it is empty."""
-    text = shorten(json.dumps(value, ensure_ascii=False), _TEXT)
+    text = shorten(json.dumps(_shorten_lists(value), ensure_ascii=False), _TEXT)
     return [f"{label}: {text}"] if value else []
+
+
+def _shorten_lists(value: object) -> object:
+    """Return a JSON value with the first items of its long lists, and parts of its long texts."""
+    if isinstance(value, dict):
+        return {key: _shorten_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        more = len(value) - _ITEMS
+        hidden = [f"… {more:,} more"] if more > 0 else []
+        return [*map(_shorten_lists, value[:_ITEMS]), *hidden]
+    return shorten(value, _LEAF) if isinstance(value, str) else value

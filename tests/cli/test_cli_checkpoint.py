@@ -44,6 +44,18 @@ def words(lines):
 # ---- inspect ----
 
 
+def test_inspect_shows_short_lists_whole(place, run):
+    names = [f"layers.{i}.w" for i in range(20)]
+    groups = [{"betas": (0.9, 0.999), "eps": 1e-8, "lr": rate, "params": names} for rate in (1, 2)]
+    state = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, param_groups=groups)
+    mlstate.save("o", {"w": np.ones(2)}, state, metadata={"ids": [*range(9)], "text": "x" * 300})
+    optimizer, metadata = run("inspect", "o", "--summary")[1][2:]
+    assert optimizer.count('"betas": [0.9, 0.999], "eps": 1e-08, "lr": ') == 2
+    assert optimizer.count('"layers.7.w", "… 12 more"]') == 2
+    assert '"ids": [0, 1, 2, 3, 4, 5, 6, 7, "… 1 more"]' in metadata
+    assert len(metadata) < 200
+
+
 def test_inspect_lists_tensors_under_a_title(place, run):
     status, out, err = run("inspect", "ckpt")
     assert (status, err) == (0, [])
