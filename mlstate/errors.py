@@ -38,7 +38,20 @@ def _set_fields(self: MLStateError, *args: object, **fields: object) -> None:
         setattr(self, field, value)
 
 
+_REMEDY = (
+    "To recover from damage, copy or download the file again, or load an older step by step=N; "
+    "`mlstate verify PATH` lists all damage"
+)
+
+
+def _add_remedy(self: FormatError, *args: object, **fields: object) -> None:
+    """Create an error of a file, with a note on how to recover from damage."""
+    _set_fields(self, *args, **fields)
+    self.add_note(_REMEDY)
+
+
 MLStateError.__init__ = _set_fields  # type: ignore[method-assign]
+FormatError.__init__ = _add_remedy  # type: ignore[method-assign, assignment]
 
 
 class GradientMismatchError(CollectiveError, ValueError):

@@ -345,6 +345,7 @@ def explain(
     if kind.name not in ("safetensors", "cut short", "unknown"):
         sentence = kind.sentence or f"it is a file of {kind.name}, which mlstate.load reads"
         error.args = (f"{os.fsdecode(path)}: {sentence}",)
+        error.__notes__ = []  # the sentence has the remedy
     return error
 
 

@@ -60,7 +60,7 @@ def test_the_error_of_a_damaged_copy_names_partly_written_targets(tmp_path):
     target = {"a": np.zeros(400_000)}
     with pytest.raises(mlstate.ChecksumError) as caught:
         mlstate.load(tmp_path / "c", into={"model": target}, verify="first")
-    assert not target["a"].any() and not getattr(caught.value, "__notes__", None)
+    assert not target["a"].any() and "partly written" not in "".join(caught.value.__notes__)
     with pytest.raises(mlstate.ChecksumError) as caught:
         mlstate.load(tmp_path / "c", into={"model": target})
     assert 'verify="first" finds damage' in "\n".join(caught.value.__notes__)

@@ -52,7 +52,9 @@ def whole_source(path: str, name: str, manifest: Manifest | None = None) -> Whol
 def _refusal(path: str, kind: FileKind) -> FormatError:
     """Return the error for content that mlstate does not read."""
     text, expected = f"{path}: {kind.sentence}", "a format that mlstate reads"
-    return FormatError(text, path=path, expected=expected, got=kind.name)
+    error = FormatError(text, path=path, expected=expected, got=kind.name)
+    error.__notes__ = []  # the sentence has the remedy
+    return error
 
 
 def _open_file(path: str, format: str | None) -> Source:

@@ -5,6 +5,7 @@ import os
 import pickle
 import zipfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -493,3 +494,61 @@ def test_loaded_arrays_stay_when_the_file_is_overwritten(tmp_path, suffix):
     assert np.array_equal(loaded.model["w"], array)
     for state in loaded.states.values():
         assert np.array_equal(state["w"], array)
+
+
+# ---- remedies of damage ----
+
+
+def _flip(path):
+    """Flip a bit near the end of the first file of a path, or of the file itself."""
+    path = Path(path)
+    file = min(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else path
+    raw = bytearray(file.read_bytes())
+    raw[-len(raw) // 8] ^= 1
+    file.write_bytes(raw)
+
+
+DAMAGED = {
+    "run": lambda: _flip("run/params"),
+    "run index": lambda: _flip("run/index"),
+    "run manifest": lambda: _flip("run/manifest.json"),
+    "a.npz": lambda: _flip("a.npz"),
+    "a.safetensors": lambda: _flip("a.safetensors"),
+    "cut.npz": lambda: Path("cut.npz").write_bytes(Path("a.npz").read_bytes()[:100]),
+    "cut.safetensors": lambda: Path("cut.safetensors").write_bytes(
+        Path("a.safetensors").read_bytes()[:-9]
+    ),
+    "hf": lambda: _flip("hf/model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_damage_names_its_remedy(damaged, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    state = {"w": np.arange(300.0)}
+    mlstate.CheckpointManager("run").save(1, state)
+    mlstate.save_file(state, "a.safetensors")
+    np.savez("a.npz", **state)
+    mlstate.checkpoint.export_huggingface("hf", state)
+    DAMAGED[damaged]()
+    path = damaged.partition(" ")[0]
+    with pytest.raises(mlstate.errors.FormatError) as caught:
+        mlstate.load(path)
+    notes = caught.value.__notes__
+    assert "copy" in " ".join([str(caught.value), *notes])
+    assert notes == [] or "step=N" in notes[0]
+    assert main(["convert", path, "target"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "copy" in line
+    assert notes == [] or "older step by --step N; `mlstate verify PATH` lists" in line
+    assert main(["verify", path]) == 1
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.__notes__) == (str(caught.value), notes)
+
+
+def test_a_file_of_another_program_is_not_called_damaged(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(b"GGUF" * 9)
+    for load in (mlstate.load, mlstate.load_file):
+        with pytest.raises(mlstate.errors.FormatError, match="load it with") as caught:
+            load(tmp_path / "x.safetensors")
+        assert caught.value.__notes__ == []
