@@ -66,8 +66,7 @@ def refusal(path: str, reason: str, *, is_foreign: bool = False) -> StoreError:
     `is_foreign`: no writer replaces it.
     """
     effect = "does not replace it: choose another path" if is_foreign else "replaces it"
-    option = "overwrite=True (--overwrite on the command line)"
-    text = f"it exists already, and {reason}; {option} {effect}"
+    text = f"it exists already, and {reason}; overwrite=True {effect}"
     return store_error(OSError(errno.EEXIST, text), "cannot write the target", path)
 
 

@@ -140,25 +140,42 @@ def _error_text(error: Exception) -> str:
 
 
 def _print_failure(error: Exception, arguments: argparse.Namespace) -> None:
-    """Write why a command failed to standard error, in the words of its options."""
-    _print_error(_name_options(_error_text(error), getattr(arguments, "parser", None)))
+    """Write why a command failed, and the notes of `error`, in the words of the command's options.
+
+    All in one line, to standard error.
+    """
+    text = ". ".join([_error_text(error), *getattr(error, "__notes__", ())])
+    _print_error(_name_options(text, getattr(arguments, "parser", None)))
 
 
-# Such as "verify=False (--no-verify on the command line)"; the option replaces it.
-_WITH_OPTION = re.compile(r"\w+=(?:\{.*\}|\S*) \(([^()]+) on the command line\)")
+# A keyword, call or name of Python, followed by what replaces it, such as
+# "verify(path, repair=True) (mlstate verify --repair on the command line)".
+_WITH_COMMAND = re.compile(
+    r"[\w.]+(?:=(?:\{.*?\}+|\S*)|\([^()]*\))? \(([^()]+) on the command line\)"
+)
+# The second of two remedies, which commands lack: they take options of stores from the environment.
+_STORAGE_OPTIONS = re.compile(r",? or (?:pass )?storage_options(?:=\{.*?\}+)?")
 
 
 def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
-    """Replace names of Python keywords in an error's text by the command's options.
+    """Replace the calls and keywords in an error's text by the words of the command line.
 
-    `parser`: of the command; None: no keywords are replaced.
+    `parser`: of the command, whose options replace keywords; None: keywords stay.
     """
-    text = _WITH_OPTION.sub(r"\1", text)
+    text = _STORAGE_OPTIONS.sub("", _WITH_COMMAND.sub(r"\1", text))
     for action in () if parser is None else parser._actions:
-        if action.option_strings and "_" in action.dest:  # else it may be a word of the text
-            # not a part of a longer word, a path or a quoted text
-            pattern = rf"(?<![\w/.\\'\"-]){action.dest}(?![\w/.'\"-])=?"
-            text = re.sub(pattern, action.option_strings[0], text)
+        if not action.option_strings:
+            continue
+        option = action.option_strings[0]
+        # not a part of a longer word, a path or a quoted text
+        keyword = rf"(?<![\w/.\\'\"-]){action.dest}"
+        if action.nargs == 0:
+            text = re.sub(rf"{keyword}={action.const}\b", option, text)
+        else:
+            text = re.sub(rf"{keyword}=(['\"]?)([\w.]+)\1", rf"{option} \2", text)
+            text = re.sub(rf"{keyword}=", option, text)
+        if "_" in action.dest:  # else it may be a word of the text
+            text = re.sub(rf"{keyword}(?![\w/.'\"-])=?", option, text)
     return text
 
 
@@ -175,6 +192,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
                 return arguments.run(arguments)  # type: ignore[no-any-return]
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
+                text = _name_options(text, getattr(arguments, "parser", None))
                 _print_error(f"warning: {text}")
 
 

@@ -34,16 +34,19 @@ def add(commands: Commands) -> None:
     usages = {
         "source": "a folder, a URL, or a file of any name",
         "target": "target; its suffix selects the format (none: a checkpoint)",
-        "--from": _format("source", "read the source as this format, whatever its content"),
-        "--to": _format("target", "whatever the suffix of the target"),
+        "--from": _format("source_format", "read the source as this format, whatever its content"),
+        "--to": _format("format", "whatever the suffix of the target"),
         **shared("--step", "--monitor", "--mode", "--overwrite"),
         "--only NAMES...": f"convert only these: {entries}",
         "--skip NAMES...": "convert all but these",
         "--names NAME...": "convert only these tensors: a name, a layer, or a pattern such as "
         "'layers.*'",
         "--rename OLD=NEW...": "replace a prefix of names; --names has the new ones",
-        "--dtype DTYPE": "of the model's floats: float16, bfloat16, float32 or float64 (short: "
-        "fp16, bf16)",
+        "--dtype DTYPE": {
+            "dest": "cast",  # of the load
+            "help": "of the model's floats: float16, bfloat16, float32 or float64 (short: fp16, "
+            "bf16)",
+        },
     }
     parser = add_command(commands, "convert", help_text, run_convert, usages)
     usages = {
@@ -54,8 +57,8 @@ def add(commands: Commands) -> None:
     add_arguments(parser.add_argument_group("--to huggingface"), usages)
 
 
-def _format(of: str, text: str) -> dict[str, Any]:
-    return {"dest": f"{of}_format", "choices": FORMATS, "help": text}
+def _format(dest: str, text: str) -> dict[str, Any]:
+    return {"dest": dest, "choices": FORMATS, "help": text}
 
 
 def _entries(values: list[str] | None) -> list[str]:
@@ -82,7 +85,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     step = step_of(arguments, arguments.source)
 
     def total() -> int:
-        if find_format(arguments.target_format, arguments.target) != "huggingface":
+        if find_format(arguments.format, arguments.target) != "huggingface":
             return 0
         source = find(arguments.source, step, arguments.source_format)
         records = inspect(source).tensors()
@@ -92,14 +95,14 @@ def run_convert(arguments: argparse.Namespace) -> int:
         data = convert(
             arguments.source,
             arguments.target,
-            format=arguments.target_format,
+            format=arguments.format,
             source_format=arguments.source_format,
             step=step,
             only=_entries(arguments.only),
             skip=_entries(arguments.skip),
             names=arguments.names,
             rename=_rules(arguments),
-            dtype=float_name(arguments.dtype, "--dtype") if arguments.dtype else None,
+            dtype=float_name(arguments.cast, "--dtype") if arguments.cast else None,
             files_from=arguments.files_from,
             max_shard_bytes=arguments.max_shard_bytes,
             overwrite=arguments.overwrite,

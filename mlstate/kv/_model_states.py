@@ -65,7 +65,8 @@ def choose_function(functions: Mapping[str, object], function: str | None) -> st
     if not isinstance(function, str):
         text = (
             f"the model has {len(functions)} functions and names no default: "
-            f"choose one with function= ({quoted(functions)})"
+            "choose one with function= (--source-function or --target-function on the command "
+            f"line): {quoted(functions)}"
         )
         raise incompatible(text, "function", "a function's name", None)
     if function not in functions:

@@ -227,7 +227,7 @@ def _code_error(name: str) -> CompatibilityError:
     """Return the error for a quantized weight `name` that a tolerance cannot be applied to."""
     return CompatibilityError(
         f"{name!r} is quantized, and a tolerance is of values, not of codes: compare states that "
-        "were loaded with cast=, or omit rtol and atol",
+        "were loaded with cast=, or omit rtol= and atol=",
         name=name,
     )
 

@@ -1,5 +1,6 @@
 """The command line: output and exit status."""
 
+import argparse
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ from command_table import COMMANDS
 from mlpackage_writer import KV, spec_bytes, state, write_package
 
 import mlstate
-from mlstate.cli.command_line import _name_options
+from mlstate.cli.command_line import _name_options, _parser
 
 
 @pytest.fixture
@@ -209,7 +210,23 @@ def test_a_model_of_the_hub_is_downloaded_first(refused):
     assert "hf download owner/model makes it one" in refused("inspect", "hf://owner/model/main")
 
 
-def test_an_endpoint_without_tls_needs_a_variable():
-    text = "an http:// endpoint needs storage_options={'client_options': {'allow_http': True}}"
-    text += " (AWS_ALLOW_HTTP=true on the command line)"
-    assert _name_options(text, None) == "an http:// endpoint needs AWS_ALLOW_HTTP=true"
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("set A_B=true or storage_options={'c': {'d': True}}: x", "set A_B=true: x"),
+        ("set REGION or pass storage_options={'region': ...}", "set REGION"),
+        ("in the environment or storage_options", "in the environment"),
+        ("call f.g(a, b=...) (f a on the command line), or h", "call f a, or h"),
+        (
+            "cast='bfloat16' or cast= or recast= or 'cast='",
+            "--dtype bfloat16 or --dtype or recast= or 'cast='",
+        ),
+        ("pass overwrite=True; overwrite is a word", "pass --overwrite; overwrite is a word"),
+        ("max_shard_bytes is 0, files_from= too", "--max-shard-bytes is 0, --files-from too"),
+        ("without step=, with step=3", "without --step, with --step 3"),
+    ],
+)
+def test_errors_have_the_words_of_the_command(text, expected):
+    arguments = argparse.Namespace()
+    _parser().parse_args(["convert", "a", "b"], arguments)
+    assert _name_options(text, arguments.parser) == expected

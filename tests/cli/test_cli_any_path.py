@@ -1,5 +1,7 @@
 """Commands on paths of every format, and options for steps, tensors and tolerances."""
 
+import re
+import shutil
 import warnings
 from collections import deque
 from pathlib import Path
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 
 import mlstate
+from mlstate.follow import Publisher
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.npz", "x.dcp"])
@@ -89,6 +92,35 @@ def test_errors_name_options(place, refused):
     assert "--overwrite" in error and "overwrite=" not in error
     error = refused("convert", "ckpt", "hf", "--to", "huggingface", "--max-shard-bytes", "1 X")
     assert "--max-shard-bytes is '1 X'" in error
+
+
+PYTHON = re.compile(r"\w=|\w\(|on the command line|storage_options|CheckpointManager\(")
+
+
+@pytest.mark.parametrize(
+    ("command", "remedy"),
+    [
+        (["convert", "ckpt", "run"], "choose another folder, or pass --overwrite to delete the"),
+        (["reshard", "ckpt", "run", "--layout", "rows=2"], "pass --overwrite to delete the steps"),
+        (["reshard", "ckpt", "a.safetensors", "--layout", "rows=2"], "mlstate convert writes one"),
+        (["inspect", "lost"], "mlstate verify --repair restores the newest"),
+        (["convert", "follow", "a.npz"], "by mlstate follow, or load the newest version with all "
+         "weights, --step 0"),
+        (["convert", "ckpt", "a.xyz"], "Otherwise pass --to"),
+        (["convert", "ckpt", "a.npz", "--files-from", "x"], "requires --to huggingface"),
+        (["convert", "run", "w.safetensors"], "--overwrite replaces it"),
+        (["inspect", "s3://u@b/c"], "in the environment or the engine's configuration"),
+    ],
+)  # fmt: skip
+def test_remedies_are_in_the_words_of_commands(place, run, command, remedy):
+    publisher = Publisher("follow")
+    for step in (0, 1):
+        publisher.publish(step, {"w": np.eye(100)[step]})
+    shutil.copytree("run", "lost")
+    Path("lost/manifest.json").unlink()
+    status, _, errors = run(*command)
+    assert status == 2 and remedy in errors[0]
+    assert PYTHON.search(errors[0]) is None
 
 
 def test_diff_compares_the_other_tensors_of_files(place, run):

@@ -202,11 +202,7 @@ def _convert(
     start = begin_write(target, name, request.overwrite, any_suffix=is_ckpt)
     if request.export and name != "huggingface":
         option = next(iter(request.export))
-        raise ValueError(
-            f"{option}= (--{option.replace('_', '-')} on the command line) requires "
-            "format='huggingface' (--to huggingface on the command line): the target's format is "
-            f"{name}"
-        )
+        raise ValueError(f"{option}= requires format='huggingface': the target's format is {name}")
 
     def result(model: object, optimizer: object, states: list[str]) -> dict[str, Any]:
         sizes = {"model": model, "optimizer": optimizer, "states": states}

@@ -67,8 +67,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     if suffix and suffix.lower() not in SUFFIXES:
         raise ValueError(
             f"{folder.path}: the suffix {suffix!r} belongs to no known format; known are "
-            f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass format= "
-            f"(--to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
+            f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass "
+            f"format={names_hint(suffix, SUFFIXES, listed=False)}"
         )
     return format
 

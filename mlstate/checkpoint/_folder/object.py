@@ -283,8 +283,8 @@ class ObjectFolder:
             if isinstance(error, StoreError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 folder = os.path.dirname(local)
                 error.add_note(
-                    f"Temporary files are in {folder}: storage_options={{'scratch_folder': ...}} "
-                    "selects another folder."
+                    f"Temporary files are in {folder}: for another folder, set TMPDIR or pass "
+                    "storage_options={'scratch_folder': ...}"
                 )
             _name_url(error, local, self.path)
             raise

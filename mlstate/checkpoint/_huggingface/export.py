@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 5 * 2**30
 _CONFIG = "config.json"
-_NOT_COPIED = "which files_from= (--files-from on the command line) does not copy"
+_NOT_COPIED = "which files_from= does not copy"
 _CACHES = (".cache", ".huggingface")  # that huggingface_hub creates in a folder of downloads
 # Files of weights, and their checksums, which are not copied from `files_from`.
 _WEIGHTS = (

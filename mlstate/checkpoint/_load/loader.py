@@ -108,7 +108,8 @@ class Loader:
         load = f", {text}, step={anchors[-1]}" if anchors else ""
         raise CompatibilityError(
             f"{path}: step {manifest.step} is a published delta, which has only the weights that "
-            f"changed: read it by mlstate.follow.Follower({path!r}, into=...){load}",
+            "changed: read it by mlstate.follow.Follower(path, into=...) (mlstate follow on the "
+            f"command line){load}",
             path=path,
         )
 

@@ -195,7 +195,10 @@ class CheckpointFiles:
         if not text:
             return error
         if error.errno == errno.ENOENT and self.list_roots():
-            text = "manifest.json is gone; older steps are there for verify(repair=True)"
+            text = (
+                "manifest.json is gone, and older steps are there: verify(path, repair=True) "
+                "(mlstate verify --repair on the command line) restores the newest"
+            )
         # OSError picks the subclass by errno
         return store_error(OSError(error.errno, text), "cannot read the checkpoint", self.path)
 
@@ -275,9 +278,8 @@ class CheckpointFiles:
         """Raise StoreError (EEXIST) if the folder, with these roots, holds a manager's steps."""
         if roots and self.holds_steps(roots):
             text = (
-                "the folder holds the steps of a CheckpointManager: save with "
-                "CheckpointManager(path).save(step, ...), or into another folder; overwrite=True "
-                "(--overwrite on the command line) deletes the steps"
+                "the folder holds the steps of a CheckpointManager, and only its save adds one: "
+                "choose another folder, or pass overwrite=True to delete the steps"
             )
             raise store_error(OSError(errno.EEXIST, text), "cannot save the checkpoint", self.path)
 

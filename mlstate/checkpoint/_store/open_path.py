@@ -52,7 +52,7 @@ def _check_url(text: str) -> str:
             f"other checkpoints are local folders{hint}"
         )
     bucket, _, path = rest.rstrip("/").partition("/")
-    where = "storage_options, the environment or the engine's configuration"
+    where = "the environment or the engine's configuration, or storage_options"
     if "@" in bucket or "?" in rest or "#" in rest:
         raise ValueError(
             f"{_redacted(text)}: a URL of a checkpoint has no user, query or fragment; credentials "
@@ -192,7 +192,7 @@ def refuse_file_name(folder: Probe) -> None:
         return
     remedy = "mlstate convert writes files of other formats"
     if suffix == ".safetensors":
-        remedy = "save_file(state, path) writes one file"
+        remedy = "save_file(state, path) (mlstate convert on the command line) writes one file"
     elif suffix in (".npz", ".pt", ".pth", ".bin"):
         remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
     raise ValueError(

@@ -415,15 +415,15 @@ def _refusal_text(error: Exception) -> str:
         return f"storage_options has an unknown key: {key[1]!r}"
     if "MissingAccount" in str(error):
         return (
-            "the account is missing: pass storage_options={'account_name': ...} or set "
-            "AZURE_STORAGE_ACCOUNT_NAME"
+            "the account is missing: set AZURE_STORAGE_ACCOUNT_NAME or pass "
+            "storage_options={'account_name': ...}"
         )
     if "MissingRegion" in str(error):
-        return "the region is missing: pass storage_options={'region': ...} or set AWS_REGION"
+        return "the region is missing: set AWS_REGION or pass storage_options={'region': ...}"
     if re.search(r"GCP credential error: |Azure error: Invalid Access Key", str(error)):
         return (
-            "a credential cannot be read: check the key, token or file of the store in "
-            "storage_options and the environment"
+            "a credential cannot be read: check the key, token or file of the store in the "
+            "environment or storage_options"
         )
     return (
         f"the store's engine refuses the URL or storage_options ({type(error).__name__}: "
@@ -547,8 +547,7 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
     if "builder error" in lowered or "URL scheme is not allowed" in text:
         return errno.EINVAL, (
             "the endpoint cannot be used; an http:// endpoint needs "
-            "storage_options={'client_options': {'allow_http': True}} (AWS_ALLOW_HTTP=true on the "
-            "command line)"
+            "AWS_ALLOW_HTTP=true or storage_options={'client_options': {'allow_http': True}}"
         )
     return errno.EIO, "the connection broke, or the answer was not complete"
 
