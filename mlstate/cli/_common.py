@@ -101,8 +101,7 @@ _SHARED: Usages = {
     "--overwrite": {
         "action": "store_true",
         "default": None,
-        "help": "replace a target that is not the same command's of the same tensors; all steps of "
-        "a run too",
+        "help": "replace an existing target, even a run or one with other tensors",
     },
     "--lock-timeout SECONDS": {
         "type": float,
