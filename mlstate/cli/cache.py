@@ -33,7 +33,6 @@ __all__ = ["add"]
 
 _COLUMNS = ["layer", "class", "tokens [n]", "numbers", "array", "shape", "dtype", "bytes [B]"]
 _VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
-_NO_VERIFY = "--no-verify"
 
 
 def add(commands: Commands) -> None:
@@ -41,7 +40,7 @@ def add(commands: Commands) -> None:
     help_text = "show and convert prompt cache files of mlx-lm"
     actions = add_actions_of(commands, "cache", help_text)
     text = "read a file whose checksums do not match; mlx-lm copies those of another file"
-    no_verify = {_NO_VERIFY: {"action": "store_false", "dest": "verify", "help": text}}
+    no_verify = {"--no-verify": {"action": "store_false", "dest": "verify", "help": text}}
     usages = {"file": "a .safetensors file of mlx-lm or save_prompt_cache", **no_verify}
     add_command(actions, "show", "list the layers of a prompt cache file", run_show, usages)
     text = f"version of mlx-lm that reads it: {' or '.join(_VERSIONS.values())} (default: 0.32)"
@@ -123,7 +122,7 @@ def _layer_rows(layer: dict[str, Any], is_empty: bool) -> list[list[object]]:
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the version, counts and layers of a prompt cache file; return 0."""
     stat_path(arguments.file)
-    prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True, remedy=_NO_VERIFY)
+    prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True)
     header = read_header(str(local_path(arguments.file)), verify=arguments.verify)
     layers, tokens = _flat(prompt.layers), _tokens_of(prompt)
     listed = [_layer_data(*each) for each in layers]
@@ -164,7 +163,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     start = Target.of(target)
     rule = str(target), file_at(str(target)), arguments.overwrite, "safetensors"
     require_free(*rule)
-    prompt = read_prompt(arguments.source, verify=arguments.verify, remedy=_NO_VERIFY)
+    prompt = read_prompt(arguments.source, verify=arguments.verify)
     arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
     require_free(*rule, lambda: shapes_of(arrays))
     start.write_file(lambda temporary: save_file(arrays, temporary, texts))

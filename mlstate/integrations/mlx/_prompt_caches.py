@@ -133,21 +133,20 @@ def load_prompt_cache(path: _Path, return_metadata: bool = False, *, verify: boo
     return (cache, prompt.metadata) if return_metadata else cache
 
 
-def read_prompt(
-    path: _Path, *, verify: bool = True, mmap: bool = False, remedy: str = "verify=False"
-) -> PromptFile:
+def read_prompt(path: _Path, *, verify: bool = True, mmap: bool = False) -> PromptFile:
     """Return the content of the file at `path`, with arrays of NumPy.
 
     `verify`: compare checksums. `mmap`: map the arrays instead of reading them, and compare only
-    the header. `remedy`: option of the caller that reads a file without checking it, for the
-    ChecksumError.
+    the header.
     """
     try:
         arrays = load_file(path, mmap=mmap, verify=verify and not mmap)
         texts = load_metadata(path, verify=verify)
     except ChecksumError as error:
         if error.name is None:  # of the header; damaged arrays are no work of mlx-lm
-            text = f"{error}. If mlx-lm saved it with the metadata of such a file, pass {remedy}"
+            text = (
+                f"{error}. If mlx-lm saved it with the metadata of such a file, pass verify=False"
+            )
             error.args = (text, *error.args[1:])
         raise
     return parse_prompt(arrays, texts, os.fsdecode(path))
