@@ -9,6 +9,7 @@ from . import _core
 from ._common.arguments import check_flags
 from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from ._common.file_checksums import find_of_file
+from ._common.folders import make_parents
 from ._common.local_path import local_path
 from ._common.overwrite import file_at, require_free, shapes_of
 from ._common.set_module import set_module
@@ -84,7 +85,8 @@ def save_file(
         of a `ModelStateDict` or `OptimizerStateDict` are stored too.
     path : str, bytes or os.PathLike
         File to write. A symbolic link is followed and kept. An existing file keeps its
-        permission bits, and must be writable; a new file has mode 0666 less the umask.
+        permission bits, and must be writable; a new file has mode 0666 less the umask. Missing
+        parent folders are created.
     metadata : mapping of str to str, optional
         Texts to store in the header. Keys that start with ``"mlstate."`` are reserved.
     overwrite : bool, optional
@@ -150,6 +152,7 @@ def save_file(
     require_free(
         os.fsdecode(target), existing, overwrite, "safetensors", lambda: shapes_of(entries)
     )
+    make_parents(target)
     with named_refusals(entries):
         _core.file_save(target, tensors, tuple(texts.items()))
 

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import _core
 from ..errors import StoreError
+from .folders import make_parents
 from .local_path import local_path
 from .store_error import store_error
 from .waiting import remove_folder
@@ -152,11 +153,13 @@ class Target(NamedTuple):
     def write_path(self, write: Callable[[str], object]) -> None:
         """Call `write` with a temporary path; the file or folder there becomes the target.
 
+        Missing parents are created, and stay.
         After an exception, also of `write`, the temporary is deleted and the target is as `put`
         leaves it: unchanged, except after an error of the last sync. A signal waits until the
         temporary is deleted.
         """
         folder = os.path.dirname(self.path)
+        make_parents(self.path)
         temporary = os.path.join(folder, f".mlstate-{os.urandom(8).hex()}.tmp")
         with _core.deferred_interrupts() as section:
             try:
@@ -177,18 +180,16 @@ class Target(NamedTuple):
         An existing file must be writable, and keeps its permission bits. Raises OSError for a
         folder (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
         """
-        error_number = 0
         if self.is_folder:
-            error_number = errno.EISDIR
-        elif self.entries and not self.is_file:
+            text = "it is a folder, not a file: choose another path"
+            raise IsADirectoryError(errno.EISDIR, text, self.path)
+        if self.entries and not self.is_file:
             raise ValueError(
                 f"{self.path}: only a regular file can be replaced, not a FIFO, socket, device or "
                 "link"
             )
-        elif self.is_file and not os.access(self.path, os.W_OK):
-            error_number = errno.EACCES
-        if error_number:
-            raise OSError(error_number, os.strerror(error_number), self.path)
+        if self.is_file and not os.access(self.path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.path)
 
         def write_and_keep_mode(temporary: str) -> None:
             write(temporary)

@@ -1,7 +1,7 @@
 """The rule for a target that exists: replaced, replaced with a warning, or refused.
 
 Every writer asks here, before it writes. A target is free if it does not exist, or is an empty
-folder or file. Otherwise, by `overwrite`:
+folder for a folder, or an empty file for a file. Otherwise, by `overwrite`:
 
 None    A target that the same function wrote, with the same tensor names and shapes, is replaced; a
         damaged one too, with a warning. Anything else is refused.
@@ -103,10 +103,10 @@ def require_free(
     overwrite = check_overwrite(overwrite)
     if existing is None:
         return
-    if overwrite is False:
-        raise refusal(path, KEPT)
     if existing.foreign:
         raise refusal(path, existing.foreign, is_foreign=True)
+    if overwrite is False:
+        raise refusal(path, KEPT)
     if overwrite:
         return
     if existing.damage and existing.shapes is None:
@@ -148,9 +148,7 @@ def file_at(path: str | bytes) -> Existing | None:
     except OSError:  # no file, or the writer raises it
         return None
     if stat.S_ISDIR(info.st_mode):
-        with os_errors("cannot list the folder", path):
-            reason = "is a folder, and the target is a file" if os.listdir(path) else ""
-        return Existing("folder", foreign=reason) if reason else None
+        return Existing("folder", foreign="is a folder, not a file")
     if not stat.S_ISREG(info.st_mode) or not info.st_size:
         return None
     with os_errors("cannot read the target", path):

@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
     )
     usages = {"--quiet": "print warnings and errors only", **shared("--overwrite")}
     add_arguments(parser, usages)
-    parser.set_defaults(run=run_demo)
+    parser.set_defaults(run=run_demo, parser=parser)
 
 
 def run_demo(arguments: argparse.Namespace) -> int:

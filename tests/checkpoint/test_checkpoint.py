@@ -456,7 +456,7 @@ def test_no_descriptor_or_mapping_is_left(tmp_path):
         with pytest.raises(mlstate.FormatError):
             load_file(bad)
         with pytest.raises(OSError, match="folder"):
-            save_file({}, tmp_path / "no" / "f")
+            save_file({}, path / "f")
     assert sorted(DESCRIPTORS.iterdir()) == before
     assert str(path) not in DESCRIPTORS.with_name("maps").read_text()
 
@@ -562,7 +562,7 @@ def test_permissions_and_links(tmp_path):
     save_file({"a": np.zeros(1)}, link, overwrite=True)
     assert link.is_symlink() and list(load_file(path)) == ["a"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o604
-    with pytest.raises(OSError, match="is a folder, and the target is a file") as caught:
+    with pytest.raises(OSError, match="is a folder, not a file") as caught:
         save_file({}, tmp_path)
     assert caught.value.errno == errno.EEXIST and caught.value.filename == str(tmp_path)
     os.mkfifo(tmp_path / "fifo")

@@ -125,7 +125,7 @@ def begin_write(
 def _existing(target: Target, name: str) -> Existing | None:
     """Return what exists at a target of the format `name`."""
     path = target.path
-    if target.is_vacant:
+    if target.is_vacant and (name == "dcp" or not target.is_folder):
         return None
     existing = _dcp_at(target) if name == "dcp" else file_at(path)
     if existing is None or existing.foreign or existing.damage:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.atomic_file import mode_within
+from ..._common.folders import is_folder, make_folder, make_path
 from ..._common.log import is_logged, log
 from ..._common.regular_file import NOT_REGULAR, check_regular
 from ..._common.store_error import format_error, store_error
@@ -55,41 +56,6 @@ def _refuse_link(path: str) -> None:
             "replace it by the folder itself",
         )
         raise store_error(reason, "cannot use the folder", path)
-
-
-def _is_folder(path: str) -> bool:
-    """Return whether a path is a folder; unlike os.path.isdir, raise errors other than ENOENT."""
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return False
-
-
-def _make(path: str, mode: int = 0o777) -> None:
-    """Create one folder with permissions `mode`; do nothing if it exists already.
-
-    Raises FileExistsError if a file has the name.
-    """
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        if not _is_folder(path):
-            raise
-
-
-def make_path(folder: str) -> None:
-    """Create a folder and its missing parents durably.
-
-    Raises the system's OSError; parents that were created stay.
-    """
-    missing = []
-    path = os.path.abspath(folder)
-    while not _is_folder(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for path in reversed(missing):
-        _make(path)
-        _core.folder_sync(os.path.dirname(path))
 
 
 class LocalFolder:
@@ -320,8 +286,8 @@ class LocalFolder:
             for part in parts:
                 path = self._join(part)
                 _refuse_link(path)
-                if not _is_folder(path):
-                    _make(path, os.stat(self.path).st_mode & 0o777)
+                if not is_folder(path):
+                    make_folder(path, os.stat(self.path).st_mode & 0o777)
                     is_changed = True
             if is_changed:
                 _core.folder_sync(self.path)

@@ -31,6 +31,7 @@ from ..._common.backend import backend_of, is_module
 from ..._common.budget import parse_size
 from ..._common.converted import float_name
 from ..._common.file_checksums import NAME as CHECKSUMS
+from ..._common.folders import make_path
 from ..._common.local_path import local_path
 from ..._common.overwrite import Existing, require_free
 from ..._common.regular_file import check_regular, open_regular
@@ -43,7 +44,7 @@ from ...collectives._consensus import agree
 from ...errors import CompatibilityError, MLStateError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
-from .._folder.local import LocalFolder, make_path
+from .._folder.local import LocalFolder
 from .._folder.weight_names import find_weights, index_of, is_index, stem_of, weights_root
 from .._options import SAVE_DEFAULTS
 from .._quantized.config import OTHER_FILES, find_entry, parse_entry

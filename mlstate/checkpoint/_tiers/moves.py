@@ -21,6 +21,7 @@ from ..._common.backend import backend_named, backend_of, is_module, is_optimize
 from ..._common.budget import MemorySize, parse_budget
 from ..._common.caller import find_caller
 from ..._common.changes import exchange
+from ..._common.folders import make_path
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ..._common.text import names_hint
@@ -30,7 +31,7 @@ from ...distributed._merge import like
 from ...errors import CapacityError, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
-from .._folder.local import LocalFolder, make_path
+from .._folder.local import LocalFolder
 from .._folder.writer_lock import WriterLock
 from .._store.checkpoint_files import CheckpointFiles
 from .backend import TierBackend

@@ -403,12 +403,6 @@ def test_missing_path_raises_file_not_found(tmp_path, name):
     assert isinstance(caught.value, StoreError)
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.npz"])
-def test_missing_folder_raises_store_error(tmp_path, name):
-    with pytest.raises(StoreError):
-        write_any(tmp_path / "none" / name, {"w": np.ones(2)})
-
-
 def test_write_without_states_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a model nor an optimizer"):
         write_any(tmp_path / "x.npz")

@@ -22,7 +22,7 @@ from mlstate.checkpoint import (
 from mlstate.cli import main
 from mlstate.follow import Publisher
 from mlstate.prompts import PromptStore
-from mlstate.testing import run_ranks
+from mlstate.testing import assert_digest, run_ranks
 
 STATE = {"w": np.arange(6.0), "b": np.ones(2)}
 AGAIN = {"w": np.arange(6.0) + 1, "b": np.zeros(2)}
@@ -121,9 +121,10 @@ FREE = ("absent", "empty folder")
 
 def outcome_of(writer, situation, overwrite):
     """Return what docs/files.md tells: "written", "replaced", "warned" or "refused"."""
+    if situation == "empty folder" and writer in FILES:
+        return "refused"
     if situation in FREE:
-        is_folder = situation == "empty folder"
-        return "refused" if is_folder and writer in FILES else "written"
+        return "written"
     if overwrite is False or situation.startswith("foreign"):
         return "refused"
     if situation == "same":
@@ -157,9 +158,9 @@ def test_every_writer_follows_the_rule(writer, situation, overwrite, recwarn):
     if expected == "refused":
         with pytest.raises(mlstate.StoreError) as caught:
             WRITERS[writer](path, AGAIN, overwrite=overwrite)
-        is_folder = situation == "empty folder"
-        assert caught.value.errno == (errno.EISDIR if is_folder else errno.EEXIST)
-        assert is_folder or "overwrite=True" in str(caught.value)
+        assert caught.value.errno == errno.EEXIST
+        assert "overwrite=True" in str(caught.value)
+        assert situation != "empty folder" or "is a folder, not a file" in str(caught.value)
         assert str(path) in str(caught.value)
         assert _content(path.parent) == before
         return
@@ -171,6 +172,32 @@ def test_every_writer_follows_the_rule(writer, situation, overwrite, recwarn):
     if situation == "damaged" and writer in CHECKPOINTS:  # also with overwrite=True
         expected = "warned"
     assert len(damaged) == (expected == "warned")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_every_writer_creates_missing_parents(writer):
+    if writer in NEEDS_TORCH:
+        pytest.importorskip("torch", reason="it writes these files")
+    WRITERS[writer]("new/folder/target", STATE)
+    assert same(
+        STATE, {name: np.asarray(a) for name, a in mlstate.load("new/folder/target").model.items()}
+    )
+
+
+def test_other_writers_refuse_a_folder(capsys):
+    Path("d/mlstate.checksums.json").mkdir(parents=True)
+    mlstate.save_file(STATE, "d/model.safetensors")
+    for call in (
+        lambda: assert_digest(STATE, "d", update=True),
+        lambda: mlstate.checkpoint.checksum("d"),
+    ):
+        with pytest.raises(mlstate.StoreError, match="is a folder, not a file"):
+            call()
+    assert_digest(STATE, "new/digest.json", update=True)
+    assert main(["demo", "--quiet", "--picture", "d"]) == 2
+    assert "/d: cannot write the target: it exists already, and is a folder, not a file" in (
+        capsys.readouterr().err
+    )
 
 
 # ---- runs ----

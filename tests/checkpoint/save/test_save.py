@@ -711,7 +711,7 @@ def test_load_error_describes_other_paths(tmp_path):
     run = tmp_path / "run"
     CheckpointManager(run).save(1, {"w": np.ones(3)})
     (run / "manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match="is gone; older steps"):
+    with pytest.raises(FileNotFoundError, match="is gone, and older steps"):
         mlstate.load(run)
 
 
