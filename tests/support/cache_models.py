@@ -1,74 +1,20 @@
 """Small models of transformers with random weights, one for each kind of cache."""
 
-import json
 from functools import cache as kept
 
 import pytest
 import torch
 import transformers
+from engines import new_transformers_model
 from transformers import DynamicCache, StaticCache
 
-
-def _llama():
-    return transformers.LlamaForCausalLM, transformers.LlamaConfig(**COMMON)
-
-
-def _gemma3(window=16):
-    config = transformers.Gemma3TextConfig(
-        **COMMON, sliding_window=window, layer_types=["sliding_attention", "full_attention"]
-    )
-    return transformers.Gemma3ForCausalLM, config
-
-
-def _gemma3_wide():
-    return _gemma3(100)  # the first static cache is shorter than the window
-
-
-def _qwen3_next():
-    config = transformers.Qwen3NextConfig(
-        **COMMON,
-        **LINEAR_ATTENTION,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    return transformers.Qwen3NextForCausalLM, config
-
-
-def _lfm2():
-    config = transformers.Lfm2Config(
-        **COMMON, layer_types=["conv", "full_attention"], conv_L_cache=3, block_multiple_of=8
-    )
-    return transformers.Lfm2ForCausalLM, config
-
-
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-LINEAR_ATTENTION = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
 MODELS = {
-    "llama": _llama,
-    "gemma3": _gemma3,
-    "gemma3 wide": _gemma3_wide,
-    "qwen3_next": _qwen3_next,
-    "lfm2": _lfm2,
+    "llama": {},
+    "gemma3": {"kind": "gemma3_text", "sliding_window": 16},
+    # the first static cache is shorter than the window
+    "gemma3 wide": {"kind": "gemma3_text", "sliding_window": 100},
+    "qwen3_next": {},
+    "lfm2": {},
 }
 # `cache=` since 5.24; before, and deprecated since, `past_key_values=`.
 HAS_CACHE = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
@@ -77,10 +23,8 @@ ARGUMENT = "cache" if HAS_CACHE else "past_key_values"
 
 def new_model(name):
     """A model with the same weights in every process."""
-    torch.manual_seed(0)
-    create, config = MODELS[name]()
-    config._attn_implementation = "eager"
-    return create(config).eval()
+    options = {"kind": name, "initializer_range": 0.02, **MODELS[name]}
+    return new_transformers_model(**options)
 
 
 shared_model = kept(new_model)
@@ -120,13 +64,3 @@ def restored(store, cache, tokens=TOKENS, **options):
     """Restore the longest stored prefix of the tokens into a cache; return its length."""
     with store.match(tokens, **options) as match:
         return store.restore(match, into=cache)
-
-
-def loaded_by_mlx(model, folder, facts=None):
-    """The same weights in mlx-lm, which may need more facts in the config."""
-    from mlx_lm.utils import load_model
-
-    model.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | (facts or {})
-    (folder / "config.json").write_text(json.dumps(config))
-    return load_model(folder)[0]

@@ -9,7 +9,8 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 transformers = pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import ARGUMENT, COMMON, HAS_CACHE, MODELS, one_thread, prompt, run, shared_model  # noqa: E402, F401
+from cache_models import ARGUMENT, HAS_CACHE, MODELS, one_thread, prompt, run, shared_model  # noqa: E402, F401
+from engines import new_transformers_model  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
 import mlstate  # noqa: E402
@@ -228,19 +229,9 @@ def test_a_model_of_linear_attention_is_taken_back():
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_layers_that_share_tensors_are_moved(kind):
-    torch.manual_seed(0)
-    options = {**COMMON, "num_hidden_layers": 4}
-    config = transformers.Gemma3nTextConfig(
-        **options,
-        vocab_size_per_layer_input=97,
-        hidden_size_per_layer_input=8,
-        laurel_rank=4,
-        num_kv_shared_layers=2,
-        sliding_window=16,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        activation_sparsity_pattern=[0.0] * 4,
-    )
-    model = transformers.Gemma3nForCausalLM(config).eval()
+    options = {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4}
+    model = new_transformers_model("gemma3n_text", 4, **options)
+    config = model.config
     create = {"max_cache_len": 64} if kind is StaticCache else {}
     cache = kind(config=config, **create)
     run(model, prompt(), cache)

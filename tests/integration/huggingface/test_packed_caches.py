@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 from needs import needs
 
@@ -9,20 +10,18 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 pytest.importorskip("transformers", reason="its models run")
 
-from cache_models import HAS_CACHE, one_thread, prompt  # noqa: E402, F401
+from cache_models import HAS_CACHE, one_thread  # noqa: E402, F401
 
 if not HAS_CACHE:
     pytest.skip("the models are of transformers 5.24", allow_module_level=True)
 
-from packed_models import MODELS, ModelWithCache, new_recurrent_gemma  # noqa: E402
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticLayer  # noqa: E402
+from engines import LENGTH, TOKENS  # noqa: E402
+from packed_models import MODELS, new_recurrent_gemma  # noqa: E402
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer  # noqa: E402
 
-import mlstate  # noqa: E402
 from mlstate.errors import CompatibilityError  # noqa: E402
 from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
 from mlstate.prompts import PromptStore  # noqa: E402
-
-TOKENS, LENGTH = prompt(60), 30
 
 
 @pytest.fixture(scope="module")
@@ -35,111 +34,56 @@ def model(name, made):
     return made.setdefault(name, MODELS[name]())
 
 
-def state_of(cache, length=LENGTH):
-    return from_cache(cache, length=length)
-
-
-def after(model, count=LENGTH, tokens=TOKENS):
-    return model.run(tokens[:, :count], model.new_cache())[1]
-
-
-def continued(model, cache, start=LENGTH):
-    results = []
-    for i in range(start, start + 12):
-        logits, cache = model.run(TOKENS[:, i : i + 1], cache)
-        results.append(logits)
-    return torch.cat(results)
-
-
-def expected_of(model):
-    return continued(model, after(model))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_moved_cache_gives_the_same_bits(name, model):
-    state = state_of(after(model))
-    expected = expected_of(model)
-    assert torch.equal(continued(model, to_cache(state.copy())), expected)
-    used = after(model, 17)
-    assert torch.equal(continued(model, to_cache(state.copy(), into=used)), expected)
-    if model.new_cache() is not None:
-        into = to_cache(state.copy(), into=model.new_cache())
-        assert torch.equal(continued(model, into), expected)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_rollback_equals_a_cache_that_never_went_ahead(name, model):
-    cache = after(model)
-    state = state_of(cache)
-    before = state.snapshot()
-    continued(model, cache, 40)  # rejected
-    state.restore(before)
-    assert to_cache(state, into=cache) is cache
-    assert torch.equal(continued(model, cache), expected_of(model))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_keeps_a_cache_for_the_next_process(tmp_path, name, model):
-    mlstate.save(tmp_path / "c", states={"prompt": state_of(after(model))})
-    state = mlstate.load(tmp_path / "c").states["prompt"]
-    into = to_cache(state, into=model.new_cache() or after(model, 3))
-    assert torch.equal(continued(model, into), expected_of(model))
-
-
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "rwkv"])
 def test_prompts_of_several_lengths_are_stored_and_restored(tmp_path, name, model):
     for count in (3, LENGTH):  # some tensors exist only after more tokens
-        with PromptStore(tmp_path / "s", model=name, block_tokens=8) as store:
-            assert store.put(TOKENS[:, :count], after(model, count)) == count
-    with PromptStore(tmp_path / "s", model=name, block_tokens=8) as store:
-        for count in (LENGTH, 12):
+        with PromptStore(tmp_path, model=name, block_tokens=8) as store:
+            assert store.put(TOKENS[:count], model.after(TOKENS[:count])) == count
+    with PromptStore(tmp_path, model=name, block_tokens=8) as store:
+        for count, stored in ((LENGTH, LENGTH), (12, 3)):
             cache = model.new_cache()
-            with store.match(TOKENS[:, : count + 1]) as match:
-                restored = store.restore(match, into=cache)
-            assert restored == (LENGTH if count == LENGTH else 3)
-            if count == LENGTH:
-                assert torch.equal(continued(model, cache), expected_of(model))
+            with store.match(TOKENS[: count + 1]) as match:
+                assert store.restore(match, into=cache) == stored
+            expected = model.continued(model.after(TOKENS[:stored]), stored)
+            assert np.array_equal(model.continued(cache, stored), expected)
         if name != "xlstm":  # its constructor has the number of sequences
-            batch = after(model, 5, TOKENS.repeat(2, 1))
+            batch = model.new_cache()
+            model.model(torch.tensor([TOKENS[:5]] * 2), use_cache=True, cache=batch)
             with pytest.raises(CompatibilityError, match="2 sequences: store each of them by"):
-                store.put(TOKENS[:, :5], batch)
-        used = after(model, 17)
-        with store.match(TOKENS + 1) as match:
+                store.put(TOKENS[:5], batch)
+        used = model.after(TOKENS[:17])
+        with store.match([1, *TOKENS]) as match:
             if name == "minimax":
                 with pytest.raises(CompatibilityError, match=r"reset\(\) leaves linear_cache\.0"):
                     store.restore(match, into=used)
                 return
             assert store.restore(match, into=used) == 0
-        got, live = (model.run(TOKENS[:, :9], each)[0] for each in (used, model.new_cache()))
-        assert torch.equal(got, live)
+        assert np.array_equal(*(model.run(TOKENS[:9], c)[0] for c in (used, model.new_cache())))
 
 
 @pytest.mark.parametrize("name", ["minimax_m3 static"])
 def test_tensors_of_compiled_classes_keep_their_addresses(name, model):
-    used, state = after(model, 17), state_of(after(model))
+    used, state = model.after(TOKENS[:17]), from_cache(model.after(TOKENS[:LENGTH]))
     tensors = {key: value for key, value in vars(used.layers[1]).items() if torch.is_tensor(value)}
-    to_cache(state, into=used)
+    assert to_cache(state, into=used) is used and len(tensors) == 5
     assert all(getattr(used.layers[1], key) is value for key, value in tensors.items())
-    assert len(tensors) == 5
-    assert torch.equal(continued(model, used), expected_of(model))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "rwkv"])
 def test_an_empty_cache_is_refused(name, model):
     with pytest.raises(CompatibilityError, match="no layer of the cache has a token"):
-        state_of(model.new_cache())
+        from_cache(model.new_cache(), length=LENGTH)
 
 
 def test_a_model_that_keeps_its_state_elsewhere_is_refused(tmp_path):
-    model = ModelWithCache(new_recurrent_gemma(), DynamicCache)
-    cache = after(model)
+    cache = new_recurrent_gemma().after(TOKENS[:LENGTH])
     with pytest.raises(CompatibilityError, match="layer 0 is a LinearAttentionLayer without a tok"):
         from_cache(cache)
     with (
-        PromptStore(tmp_path / "s", model="m") as store,
+        PromptStore(tmp_path, model="m") as store,
         pytest.raises(CompatibilityError, match="keeps this layer's state elsewhere"),
     ):
-        store.put(TOKENS[:, :LENGTH], cache)
+        store.put(TOKENS[:LENGTH], cache)
 
 
 class OwnLayer(DynamicLayer):

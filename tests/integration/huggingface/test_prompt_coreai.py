@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="its models run")
 
 from cache_models import (  # noqa: E402
     TOKENS,
-    loaded_by_mlx,
     new_model,
     one_thread,  # noqa: F401
     prefilled,
@@ -20,6 +19,7 @@ from cache_models import (  # noqa: E402
     run,
 )
 from coreai_models import NDArray, save_llama, session  # noqa: E402
+from engines import loaded_by_mlx  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from mlstate.coreai import StateManager  # noqa: E402

@@ -14,7 +14,8 @@ if importlib.util.find_spec("mlstate.integrations.mlx") is None:
 pytest.importorskip("mlx_lm", reason="its models run")
 
 import mlx.core as mx  # noqa: E402
-from cache_models import TOKENS, loaded_by_mlx, new_model, prefilled, restored, run  # noqa: E402
+from cache_models import TOKENS, new_model, prefilled, restored, run  # noqa: E402
+from engines import loaded_by_mlx  # noqa: E402
 from mlx_lm.models.cache import (  # noqa: E402
     ArraysCache,
     BatchKVCache,

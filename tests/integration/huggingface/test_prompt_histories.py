@@ -18,84 +18,56 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 pytest.importorskip("transformers", reason="its models run")
 
-import cache_models  # noqa: E402
-import mlx_models  # noqa: E402
-from cache_models import one_thread  # noqa: E402, F401
+from cache_models import KINDS as CACHES  # noqa: E402
+from cache_models import one_thread, shared_model  # noqa: E402, F401
+from engines import Mlx, Transformers, new_mlx_model  # noqa: E402
 
-from mlstate.integrations import transformers as hf  # noqa: E402
 from mlstate.prompts import PromptStore  # noqa: E402
 
 IMAGES, PLACEHOLDER = (80, 81), 9
 START = 14  # tokens from which the quantized kind is quantized
 
 
-class Transformers:
-    """A model of transformers, and one kind of its caches."""
+class Quantized(Mlx):
+    """A model of mlx-lm whose cache is quantized from START tokens on."""
 
-    module, options, has_rings = hf, {}, False
-
-    def __init__(self, name, kind):
-        self.model, self.kind = cache_models.shared_model(name), kind
-
-    def new(self):
-        return cache_models.KINDS[self.kind](config=self.model.config)
-
-    def step(self, cache, token):
-        return cache_models.run(self.model, torch.tensor([[token]]), cache).numpy()
-
-
-class Mlx:
-    """A model of mlx-lm, and its caches; `start`: they are quantized from so many tokens on."""
-
-    def __init__(self, name, start=None):
-        from mlstate.integrations import mlx
-
-        self.module, self.start, self.has_rings = mlx, start, name == "gemma3_text"
-        self.options = {} if start is None else {"quantized_kv_start": start}
-        self.model = mlx_models.create_model(name, **({} if start is None else {"head_dim": 32}))
-
-    def new(self):
-        from mlx_lm.models.cache import make_prompt_cache
-
-        return make_prompt_cache(self.model)
-
-    def step(self, cache, token):
-        import mlx.core as mx
+    def run(self, tokens, cache):
         from mlx_lm.generate import maybe_quantize_kv_cache
 
-        logits = np.array(self.model(mx.array([[token]]), cache=cache)[0, -1])
-        if self.start is not None:
-            maybe_quantize_kv_cache(cache, self.start, 32, 8)
-        return logits
+        logits, cache = super().run(tokens, cache)
+        maybe_quantize_kv_cache(cache, START, 32, 8)
+        return logits, cache
 
 
 KINDS = {
-    "dynamic": lambda: Transformers("llama", "dynamic"),
-    "static": lambda: Transformers("llama", "static"),
-    "sliding": lambda: Transformers("gemma3", "dynamic"),
-    "static sliding": lambda: Transformers("gemma3", "static"),
-    "linear": lambda: Transformers("qwen3_next", "dynamic"),
-    "conv": lambda: Transformers("lfm2", "dynamic"),
-    "mlx KVCache": lambda: Mlx("llama"),
-    "mlx RotatingKVCache": lambda: Mlx("gemma3_text"),
-    "mlx ArraysCache": lambda: Mlx("lfm2"),
-    "mlx ChunkedKVCache": lambda: Mlx("llama4"),
-    "mlx CacheList": lambda: Mlx("deepseek_v32"),
-    "mlx QuantizedKVCache": lambda: Mlx("llama", START),
+    "dynamic": lambda: Transformers(shared_model("llama")),
+    "static": lambda: Transformers(shared_model("llama"), CACHES["static"]),
+    "sliding": lambda: Transformers(shared_model("gemma3")),
+    "static sliding": lambda: Transformers(shared_model("gemma3"), CACHES["static"]),
+    "linear": lambda: Transformers(shared_model("qwen3_next")),
+    "conv": lambda: Transformers(shared_model("lfm2")),
+    "mlx KVCache": lambda: Mlx(new_mlx_model("llama")),
+    "mlx RotatingKVCache": lambda: Mlx(new_mlx_model("gemma3_text")),
+    "mlx ArraysCache": lambda: Mlx(new_mlx_model("lfm2")),
+    "mlx ChunkedKVCache": lambda: Mlx(new_mlx_model("llama4")),
+    "mlx CacheList": lambda: Mlx(new_mlx_model("deepseek_v32")),
+    "mlx QuantizedKVCache": lambda: Quantized(new_mlx_model("llama", head_dim=32)),
 }
 
 
 class Runs:
     """The cache after each prompt, and the logits of its last token."""
 
-    def __init__(self, engine):
-        self.engine = engine
-        self.known = {(): (engine.new(), None)}
+    def __init__(self, name):
+        self.engine = KINDS[name]()
+        self.known = {(): (self.engine.new_cache(), None)}
+        self.options = {"quantized_kv_start": START} if "Quantized" in name else {}
+        self.has_rings = name == "mlx RotatingKVCache"
 
     def __getitem__(self, tokens):
         if tokens not in self.known:
             cache = copy.deepcopy(self[tokens[:-1]][0])
-            logits = self.engine.step(cache, tokens[-1])
+            logits, _ = self.engine.run([tokens[-1]], cache)
             self.known[tokens] = cache, logits
         return self.known[tokens]
 
@@ -116,8 +88,8 @@ class Runs:
         got, expected = self.bits(cache), self.bits(self[tokens][0])
         for name, array in expected.items():
             assert np.array_equal(got[name], array), (name, len(tokens))
-        logits, expected = self.engine.step(cache, following), self[(*tokens, following)][1]
-        if self.engine.has_rings:  # mlx sums the slots in their order
+        logits, expected = self.engine.run([following], cache)[0], self[(*tokens, following)][1]
+        if self.has_rings:  # mlx sums the slots in their order
             np.testing.assert_allclose(logits, expected, atol=1e-5)
         else:
             assert np.array_equal(logits, expected), len(tokens)
@@ -143,11 +115,11 @@ def as_stored(tokens):
 def carry_out(runs, folder, seed):
     """Do random steps; return the number of restores that were compared."""
     rng = np.random.default_rng(seed)
-    engine, restored = runs.engine, 0
+    restored = 0
     most = 120_000 if rng.random() < 0.2 else None
 
     def open_store():
-        options = {"block_tokens": 4, "max_bytes": most, **engine.options}
+        options = {"block_tokens": 4, "max_bytes": most, **runs.options}
         return stack.enter_context(PromptStore(folder, model="m", **options))
 
     def put(tokens, **options):
@@ -156,7 +128,7 @@ def carry_out(runs, folder, seed):
 
     def restore(tokens):
         ids, extra = as_stored(tokens)
-        cache = engine.new()
+        cache = runs.engine.new_cache()
         with store.match(ids, extra=extra) as match:
             length = store.restore(match, into=cache)
             assert length == match.length
@@ -196,7 +168,7 @@ def carry_out(runs, folder, seed):
 def test_random_histories_restore_the_cache_of_the_engine(tmp_path, name):
     if name.startswith("mlx") and importlib.util.find_spec("mlx_lm") is None:
         pytest.skip("needs mlx_lm")
-    runs, restored = Runs(KINDS[name]()), 0
+    runs, restored = Runs(name), 0
     for seed in range(amount(1, 20, 180)):
         restored += carry_out(runs, tmp_path / str(seed), seed)
     assert restored

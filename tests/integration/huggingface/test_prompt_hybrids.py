@@ -14,15 +14,12 @@ pytest.importorskip("mlx_lm", reason="its models run")
 import mlx.core as mx  # noqa: E402
 from cache_models import (  # noqa: E402
     ARGUMENT,
-    COMMON,
     HAS_CACHE,
-    LINEAR_ATTENTION,
-    MODELS,
     TOKENS,
-    loaded_by_mlx,
     one_thread,  # noqa: F401
     restored,
 )
+from engines import loaded_by_mlx, new_transformers_model  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from transformers import DynamicCache, StaticCache  # noqa: E402
 
@@ -33,61 +30,17 @@ from mlstate.prompts import PromptStore  # noqa: E402
 CLOSE = {"float32": 2e-5, "bfloat16": 5e-2}
 
 
-def _qwen3_next():
-    model, config = MODELS["qwen3_next"]()
-    config.linear_value_head_dim = 8  # as the keys: no shape shows a wrong order
-    facts = dict(config.rope_parameters) | {"full_attention_interval": 2, "decoder_sparse_step": 1}
-    return model, config, facts | {"mlp_only_layers": []}
-
-
-def _qwen3_5():
-    config = transformers.Qwen3_5TextConfig(**COMMON, **LINEAR_ATTENTION)
-    return transformers.Qwen3_5ForCausalLM, config, {"full_attention_interval": 2}
-
-
-def _lfm2():
-    facts = {"block_dim": 32, "block_ff_dim": 48, "block_ffn_dim_multiplier": 1.0}
-    return *MODELS["lfm2"](), facts | {"block_auto_adjust_ff_dim": True}
-
-
-def _mamba2():
-    config = transformers.Mamba2Config(
-        vocab_size=97,
-        hidden_size=32,
-        state_size=8,
-        num_hidden_layers=2,
-        num_heads=8,
-        head_dim=8,
-        n_groups=1,
-        chunk_size=16,
-        eos_token_id=None,
-    )
-    return transformers.Mamba2ForCausalLM, config, {"intermediate_size": 64}
-
-
-def _granite():
-    config = transformers.GraniteMoeHybridConfig(
-        **{name: value for name, value in COMMON.items() if name != "head_dim"},
-        layer_types=["mamba", "attention"],
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        shared_intermediate_size=32,
-        mamba_n_heads=8,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        mamba_chunk_size=16,
-        position_embedding_type="rope",
-    )
-    facts = {"layer_types": ["mamba", "attention"]}
-    return transformers.GraniteMoeHybridForCausalLM, config, facts
-
-
 HYBRIDS = {
-    "granitemoehybrid": _granite,
-    "lfm2": _lfm2,
-    "mamba2": _mamba2,
-    "qwen3_5": _qwen3_5,
-    "qwen3_next": _qwen3_next,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+    "lfm2": {},
+    "mamba2": {"num_heads": 8},
+    "qwen3_5": {},
+    "qwen3_next": {},  # keys and values of states have the same length: no shape shows their order
+}
+# In the words of mlx-lm.
+FACTS = {
+    "granitemoehybrid": HYBRIDS["granitemoehybrid"],
+    "mamba2": {"intermediate_size": 64, "time_step_limit": [0.0, 1e9]},
 }
 
 
@@ -99,18 +52,13 @@ def dtype():
 @pytest.fixture
 def pair(name, dtype, tmp_path):
     """The same weights in both engines; the config has the facts that mlx-lm needs."""
-    torch.manual_seed(0)
-    cls, config, facts = HYBRIDS[name]()
-    config._attn_implementation = "eager"
-    model = cls(config).eval()
+    model = new_transformers_model(name, initializer_range=0.02, **HYBRIDS[name])
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith(("dt_bias", "A_log")):
                 value.copy_(torch.rand_like(value))
     model = model.to(getattr(torch, dtype))
-    if name == "qwen3_5":
-        facts = {"model_type": name, "text_config": config.to_dict() | facts}
-    return model, loaded_by_mlx(model, tmp_path / "model", facts)
+    return model, loaded_by_mlx(model, tmp_path / "model", name, **FACTS.get(name, {}))
 
 
 def store_at(folder, **options):

@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("mlx_lm", reason="its caches are quantized")
 
 import mlx.core as mx
-import mlx_models
 import numpy as np
+from engines import new_mlx_model
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from toy_caches import flip
@@ -21,7 +21,7 @@ TOKENS = np.random.default_rng(0).integers(2, 97, 60).tolist()
 
 @pytest.fixture(scope="module")
 def model():
-    return mlx_models.create_model("llama", head_dim=32)
+    return new_mlx_model("llama", head_dim=32)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ transformers = pytest.importorskip("transformers", reason="its models run")
 
 from cache_models import (  # noqa: E402
     ARGUMENT,
-    COMMON,
     TOKENS,
     new_model,
     one_thread,  # noqa: F401
@@ -20,6 +19,7 @@ from cache_models import (  # noqa: E402
     run,
     shared_model,
 )
+from model_types import config_of  # noqa: E402
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 from mlstate.errors import CompatibilityError  # noqa: E402
@@ -142,9 +142,8 @@ def test_a_rotation_by_the_length_of_the_prompt_is_logged(tmp_path, caplog, kind
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
     rope = {"rope_type": kind, "rope_theta": 10000.0}
     rope |= {"default": {}, "dynamic": {"factor": 4.0}, "longrope": factors}[kind]
-    config = transformers.LlamaConfig(**{**COMMON, "max_position_embeddings": 48})
+    config = config_of("llama", max_position_embeddings=48, initializer_range=0.02)
     config.rope_parameters = rope | {"original_max_position_embeddings": 48}
-    config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM(config).eval()
     short, long = (prefilled(model, count).layers[0].keys[:, :, :32] for count in (32, 80))
     assert torch.allclose(short, long, atol=1e-3) == (kind == "default")

@@ -17,13 +17,13 @@ import mlx.core as mx  # noqa: E402
 from cache_models import (  # noqa: E402
     KINDS,
     TOKENS,
-    loaded_by_mlx,
     new_model,
     one_thread,  # noqa: F401
     prefilled,
     restored,
     run,
 )
+from engines import loaded_by_mlx  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 LENGTHS = [10, 15, 16, 17, 40, 60]
@@ -34,13 +34,7 @@ CLOSE = 1e-5
 def pair(tmp_path_factory):
     """The same weights in both engines."""
     model = new_model("gemma3")
-    rope = model.config.rope_parameters
-    facts = {
-        "sliding_window_pattern": 2,
-        "rope_theta": rope["full_attention"]["rope_theta"],
-        "rope_local_base_freq": rope["sliding_attention"]["rope_theta"],
-    }
-    return model, loaded_by_mlx(model, tmp_path_factory.mktemp("model"), facts)
+    return model, loaded_by_mlx(model, tmp_path_factory.mktemp("model"), "gemma3_text")
 
 
 def run_mlx(model, start, stop, cache):
