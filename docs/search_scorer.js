@@ -1,7 +1,8 @@
 // Sphinx's scores, but the index of errors is first if the query is text of a message, else last.
+// A title that contains the whole query comes before titles with some of its words.
 // MESSAGES are the messages in lower case; … stands for a name, a number or a path.
 const isMessage = (query) => {
-  const text = query.toLowerCase().trim().replace(/\s+/g, " ");
+  const text = query.replace(/\s+/g, " ");
   const isPhrase = (part) => part.trim().split(" ").length > 2;
   return MESSAGES.some(
     (message) =>
@@ -10,11 +11,11 @@ const isMessage = (query) => {
   );
 };
 var Scorer = {
-  score: ([page, , , description, score]) => {
-    if (description?.startsWith("Python method")) return score - 1; // functions first
-    if (page !== "api/error_messages") return score;
-    const query = new URLSearchParams(location.search).get("q") || "";
-    return isMessage(query) ? score + 100 : score - 100;
+  score: ([page, title, , description, score]) => {
+    const query = (new URLSearchParams(location.search).get("q") || "").trim().toLowerCase();
+    if (page === "api/error_messages") return isMessage(query) ? score + 100 : score - 100;
+    if (query && title.toLowerCase().includes(query)) score += 10;
+    return description?.startsWith("Python method") ? score - 1 : score; // functions first
   },
   objNameMatch: 11,
   objPartialMatch: 6,

@@ -54,7 +54,7 @@ def test_each_page_of_the_index_exists(listed):
         ("dtype", False),
     ],
 )
-def test_search_ranks_the_index_first_only_for_text_of_a_message(
+def test_search_ranks_the_index_by_text_of_a_message_and_pages_by_title(
     error_index, listed, tmp_path, query, is_first
 ):
     error_index.write_search_scorer(
@@ -63,11 +63,12 @@ def test_search_ranks_the_index_first_only_for_text_of_a_message(
     page = tmp_path / "page.html"
     page.write_text(
         "<meta charset=utf-8><script src=scorer.js></script><script>"
-        'const score = (page) => Scorer.score([page, "", "", null, 5]);'
-        'document.title = score("api/error_messages") > score("state");</script>',
+        'const score = (page, title = "") => Scorer.score([page, title, "", null, 5]);'
+        'document.title = [score("api/error_messages") > score("state"),'
+        f'score("proof", "Proof > One {query}") > score("state", "Page")];</script>',
         encoding="utf-8",
     )
     command = ["chromium", "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}/profile"]
     command += ["--dump-dom", f"{page.as_uri()}?q={query.replace(' ', '+')}"]
     html = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert f"<title>{str(is_first).lower()}</title>" in html
+    assert f"<title>{str(is_first).lower()},true</title>" in html
