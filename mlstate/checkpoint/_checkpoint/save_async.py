@@ -358,9 +358,10 @@ def save_async(
 
     Parameters
     ----------
-    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress,
-    digest, overwrite
+    path, model, optimizer, metadata, step, layout, overwrite
         As for `save`. Tensors on a device are always copied.
+    pack_below_bytes, sparse, incremental, compress, digest
+        As for `save`.
     states : mapping of str to object, optional
         As for `save`. ``state_dict()`` is called, and values other than arrays are copied, before
         `save_async` returns.

@@ -458,8 +458,9 @@ class CheckpointManager:
 
         Parameters
         ----------
-        step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress,
-        digest
+        step, model, optimizer, metadata, layout
+            As for `save`.
+        pack_below_bytes, sparse, incremental, compress, digest
             As for `save`.
         states : mapping of str to object, optional
             As for `mlstate.checkpoint.save_async`.
