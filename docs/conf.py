@@ -86,6 +86,24 @@ MODULE_PAGE = """\
 {entries}
 """
 
+INDEX_PAGE = """\
+Python reference
+================
+
+.. list-table::
+   :widths: auto
+
+{table}
+   * - :doc:`error_messages`
+     - The errors that mlstate raises, by their texts.
+
+.. toctree::
+   :hidden:
+
+{pages}
+   error_messages
+"""
+
 NAME_PAGE = """\
 {name}
 {line}
@@ -111,10 +129,10 @@ ENTRY = """\
 # The module that a page is about, for names that several modules have, if not `mlstate.PAGE`.
 SUBJECTS = {
     "gradients": "mlstate.fsdp",
-    "mlx_caches": "mlstate.integrations.mlx",
+    "mlx": "mlstate.integrations.mlx",
     "start_coreml": "mlstate.coreml",
     "start_notebooks": "mlstate.state",
-    "transformers_caches": "mlstate.integrations.transformers",
+    "transformers": "mlstate.integrations.transformers",
 }
 # Words of the glossary that have another sense elsewhere, and the pages of their own sense.
 CHECKPOINTS = ("checkpoint", "format", "object_stores", "scale", "start_training", "training")
@@ -215,6 +233,8 @@ def write_reference():
                 else:
                     pages.append(f"   {write_name_page(folder, module, name)}")
             table.append(row(full, thing))
+        if module_name != "mlstate":
+            pages += [f"   {name}" for name in modules if name.startswith(f"{module_name}.")]
         page = MODULE_PAGE.format(
             name=module_name,
             line="=" * len(module_name),
@@ -223,10 +243,13 @@ def write_reference():
             entries="\n".join(entries),
         )
         (folder / f"{module_name}.rst").write_text(page, encoding="utf-8")
-    lines = ["Python reference", "================", "", ".. toctree::", "", "   mlstate"]
-    lines += [f"   {name.removeprefix('mlstate.')} <{name}>" for name in modules[:-1]]
-    lines += ["   error_messages"]
-    (folder / "index.rst").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    parents = ("", "mlstate", "mlstate.integrations")
+    modules = [name for name in modules[-1:] + modules[:-1] if name.rpartition(".")[0] in parents]
+    page = INDEX_PAGE.format(
+        table="\n".join(row(name, importlib.import_module(name)) for name in modules),
+        pages="\n".join(f"   {name.removeprefix('mlstate.')} <{name}>" for name in modules),
+    )
+    (folder / "index.rst").write_text(page, encoding="utf-8")
 
 
 def report_source_modules():
@@ -284,27 +307,55 @@ class LinkFiles(SphinxTransform):
 
 
 class LinkPublicNames(SphinxPostTransform):
-    """Link inline code that is a public name, such as `load` or `KVState.grow()`."""
+    """Link inline code that is a public name or a command, such as `load` or `mlstate info`."""
 
     default_priority = 15  # after references are resolved
 
     def run(self, **_):
-        """Put a link around each literal text, or type of a parameter, that names one object."""
+        """Put a link around each literal text, type or error that names one object, and each page.
+
+        Short options of commands do not break after their hyphens.
+        """
         for literal in list(self.document.findall(nodes.literal)):
-            name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", literal.astext(), re.DOTALL)
-            link = name and not is_link(literal) and self.link_to(name[1], literal.astext())
+            text = literal.astext()
+            if text.startswith("--") and len(text) < 25:
+                literal["classes"].append("option")
+            name = re.fullmatch(r"(?:mlstate\.)?([\w.]+)(?:\(.*)?", text, re.DOTALL)
+            link = not is_link(literal) and (
+                self.link_to_command(text) or (name and self.link_to(name[1], text))
+            )
             if link:
                 literal.replace_self(link)
                 link += literal
-        for classifier in self.document.findall(nodes.classifier):
-            for text in list(classifier.findall(nodes.Text)):
-                words = re.split(r"(?<![\w.])([A-Z]\w+)", text)
-                for i in range(1, len(words), 2):
-                    if link := self.link_to(words[i]):
-                        link += nodes.Text(words[i])
-                        words[i] = link
-                parts = [nodes.Text(word) if isinstance(word, str) else word for word in words]
-                text.parent.replace(text, parts)
+        for text in list(self.document.findall(nodes.Text)):
+            if isinstance(text.parent, nodes.classifier | nodes.term):
+                self.link_words(text, r"(?<![\w.])((?:mlstate[\w.]*\.)?[A-Z]\w+)")
+            elif isinstance(text.parent, nodes.paragraph):
+                self.link_words(text, r"(?<![\w.])(docs/\w+\.md|[A-Z]\w*[a-z][A-Z]\w+)")
+
+    def link_words(self, text, pattern):
+        """Put a link around each word that matches the pattern and names an object or a page."""
+        words = re.split(pattern, text)
+        for i in range(1, len(words), 2):
+            page = re.fullmatch(r"docs/(\w+)\.md", words[i])
+            name = words[i].removeprefix("mlstate.")
+            if link := self.reference(page[1]) if page else self.link_to(name):
+                link += nodes.Text(words[i])
+                words[i] = link
+        parts = [nodes.Text(word) if isinstance(word, str) else word for word in words]
+        text.parent.replace(text, parts)
+
+    def link_to_command(self, text):
+        """Return a link to the command that a text runs, or on their page names, or None."""
+        optional = "?" * (self.env.docname == "commands")
+        name = re.match(rf"(?:mlstate ){optional}([a-z]+)(?= |$)", text)
+        label = name and self.env.get_domain("std").anonlabels.get(f"mlstate-{name[1]}")
+        return self.reference(*label) if label else None
+
+    def reference(self, page, anchor=""):
+        """Return a link to a place on a page."""
+        folder = self.app.builder.get_relative_uri(self.env.docname, page)
+        return nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}".rstrip("#"))
 
     def link_to(self, name, text=""):
         """Return a link to the object with a name, or None if it is not public or ambiguous."""
@@ -322,14 +373,13 @@ class LinkPublicNames(SphinxPostTransform):
         if len(places) != 1:
             return None
         [(page, anchor, _)] = places
-        folder = self.app.builder.get_relative_uri(self.env.docname, page)
-        return nodes.reference("", "", internal=True, refuri=f"{folder}#{anchor}")
+        return self.reference(page, anchor)
 
     def home(self):
         """Return the module that the page is about."""
-        page = self.env.docname
-        if page.startswith("api/mlstate"):
-            full = page.removeprefix("api/").removesuffix("-class")
+        page = self.env.docname.removeprefix("api/")
+        if page.startswith("mlstate"):
+            full = page.removesuffix("-class")
             return full if full in sys.modules else full.rpartition(".")[0]
         family = page.partition("_")[0]
         return SUBJECTS.get(page) or SUBJECTS.get(family, f"mlstate.{family}")
@@ -397,9 +447,28 @@ def collapse_navigation(app, page, template, context, doctree):
     context["toctree"] = lambda **options: toctree(**options | {"collapse": True, "maxdepth": 2})
 
 
+def break_names(app, page, template, context, doctree):
+    """Let dotted names break after a dot, in the title of a page and in the links at its end."""
+    if page.startswith("api/mlstate"):
+        context["body"] = re.sub(
+            "<h1>[^<]*", lambda title: title[0].replace(".", ".<wbr>"), context["body"], count=1
+        )
+    for link in filter(None, (context.get("prev"), context.get("next"))):
+        link["title"] = link["title"].replace(".", ".<wbr>")
+
+
+def correct_source_links(app, page, template, context, doctree):
+    """Link each object in a source to its own page: Sphinx assumes one module for a whole file."""
+    if page.startswith("_modules/"):
+        link = r"(/api/((?:\w+\.)+)(\w+)(?:-class)?\.html#)[\w.]+?\.\3\b"
+        context["body"] = re.sub(link, r"\1\2\3", context["body"])
+
+
 def setup(app):
     """Connect the functions above."""
     app.connect("html-page-context", collapse_navigation, priority=400)
+    app.connect("html-page-context", break_names)
+    app.connect("html-page-context", correct_source_links)
     app.add_config_value("public_names", {}, "", dict)
     app.add_transform(LinkFiles)
     app.add_post_transform(LinkPublicNames)
