@@ -74,17 +74,22 @@ def model_type_of(config: dict[str, Any], chosen: str | None) -> str | None:
 
 
 def warn_of_rope(config: dict[str, Any], path: str) -> None:
-    """Log a warning if the keys of a model depend on the length of the whole prompt.
+    """Log a warning if the keys of a model depend on the length of the prompt, or on the engine.
 
-    Such keys cannot be shared by a longer prompt. `config`: of the model. `path`: of the store.
+    Such keys cannot be shared by a longer prompt, or by engines. `config`: of the model. `path`: of
+    the store.
     """
     parts = [config.get(key) for key in ("rope_parameters", "rope_scaling")]
     parts += [each for part in parts if isinstance(part, dict) for each in part.values()]
-    for part in parts:
-        kind = part.get("rope_type", part.get("type")) if isinstance(part, dict) else None
+    for part in (part for part in parts if isinstance(part, dict)):
+        kind = part.get("rope_type", part.get("type"))
         if kind in ("dynamic", "longrope"):
             text = "%s: keys with %s RoPE depend on the length of the prompt: pass another salt= "
             log("WARNING", text + "for prompts beyond the original length", path, kind)
+            return
+        if kind == "yarn" and part.get("truncate") is False:
+            text = "%s: keys with %s RoPE depend on the engine, as mlx-lm rounds its frequencies: "
+            log("WARNING", text + "pass another salt= for each engine", path, kind)
             return
 
 

@@ -136,21 +136,23 @@ def test_a_cross_attention_needs_the_digest_of_its_input(tmp_path):
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
-def test_a_rotation_by_the_length_of_the_prompt_is_logged(tmp_path, caplog, kind):
-    """Keys of the first tokens differ between short and long prompts of such a model."""
+@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope", "yarn"])
+def test_a_rotation_by_the_length_of_the_prompt_or_the_engine_is_logged(tmp_path, caplog, kind):
+    """Keys of the first tokens differ between short and long prompts, or between engines."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
     rope = {"rope_type": kind, "rope_theta": 10000.0}
-    rope |= {"default": {}, "dynamic": {"factor": 4.0}, "longrope": factors}[kind]
+    rope |= {"dynamic": {"factor": 4.0}, "longrope": factors}.get(kind, {})
+    rope |= {"factor": 4.0, "truncate": False} if kind == "yarn" else {}
     config = config_of("llama", max_position_embeddings=48, initializer_range=0.02)
     config.rope_parameters = rope | {"original_max_position_embeddings": 48}
     model = transformers.LlamaForCausalLM(config).eval()
     short, long = (prefilled(model, count).layers[0].keys[:, :, :32] for count in (32, 80))
-    assert torch.allclose(short, long, atol=1e-3) == (kind == "default")
+    assert torch.allclose(short, long, atol=1e-3) == (kind in ("default", "yarn"))
     model.save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.WARNING, "mlstate"):
         PromptStore(tmp_path / "a", model=tmp_path / "model").close()
         PromptStore(tmp_path / "b", model=model, hash_weights=True).close()
     texts = [r.getMessage() for r in caplog.records if r.name.startswith("mlstate")]
     assert len(texts) == (0 if kind == "default" else 2)
-    assert all(f"keys with {kind} RoPE depend on the length" in text for text in texts)
+    cause = "the engine" if kind == "yarn" else "the length"
+    assert all(f"keys with {kind} RoPE depend on {cause}" in text for text in texts)
