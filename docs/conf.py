@@ -413,6 +413,20 @@ class LinkTerms(SphinxPostTransform):
                 return
 
 
+class DescribePlots(SphinxPostTransform):
+    """Describe the plots of notebooks, for readers who do not see them, by their section."""
+
+    default_priority = 17  # after an output of each cell is selected
+
+    def run(self, **_):
+        """Set the text of each image without one; Sphinx would use the name of its file."""
+        for image in self.document.findall(nodes.image):
+            section = image.parent
+            while not isinstance(section, nodes.section):
+                section = section.parent
+            image.setdefault("alt", f"Plot: {section[0].astext()}")
+
+
 def collect_public_names(app, env):
     """Map each public name, with and without its modules, to the places that document it."""
     names = {}
@@ -473,6 +487,7 @@ def setup(app):
     app.add_transform(LinkFiles)
     app.add_post_transform(LinkPublicNames)
     app.add_post_transform(LinkTerms)
+    app.add_post_transform(DescribePlots)
     app.connect("env-updated", complete_inventory)
     app.connect("env-updated", collect_public_names, priority=600)
 
