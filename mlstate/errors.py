@@ -45,9 +45,10 @@ _REMEDY = (
 
 
 def _add_remedy(self: FormatError, *args: object, **fields: object) -> None:
-    """Create an error of a file, with a note on how to recover from damage."""
+    """Create an error of a file; a note tells how to recover from damage if the text does not."""
     _set_fields(self, *args, **fields)
-    self.add_note(_REMEDY)
+    if " again" not in str(self):  # such as "download it again"
+        self.add_note(_REMEDY)
 
 
 MLStateError.__init__ = _set_fields  # type: ignore[method-assign]

@@ -127,3 +127,9 @@ def test_fields_belong_to_the_instance():
     first, second = errors.CapacityError("a"), errors.CapacityError("b")
     first.name = "w"
     assert second.name is None and errors.CapacityError.name is None
+
+
+def test_a_format_error_has_one_remedy():
+    assert "`mlstate verify PATH`" in errors.ChecksumError("damaged").__notes__[0]
+    assert not hasattr(errors.FormatError("damaged: copy it again"), "__notes__")
+    assert not hasattr(errors.CompatibilityError("damaged"), "__notes__")
