@@ -1,8 +1,8 @@
 """Format of ``mlstate.checksums.json``, and reads of files compared with it.
 
-`mlstate.checkpoint.checksum` writes it next to the files, and docs/format.md specifies it. A file
-is divided into parts, of a safetensors file the header and each tensor; each MiB of a part has a
-CRC32C.
+`mlstate.checkpoint.checksum` writes it next to the files, and docs/format_shards.md specifies it. A
+file is divided into parts, of a safetensors file the header and each tensor; each MiB of a part has
+a CRC32C.
 """
 
 from __future__ import annotations

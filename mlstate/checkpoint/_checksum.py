@@ -153,7 +153,7 @@ def checksum(
 
     Notes
     -----
-    The file is written atomically, and has its own checksum. docs/format.md specifies it.
+    The file is written atomically, and has its own checksum. docs/format_shards.md specifies it.
     The checksums, CRC32C of each MiB of the header and of each tensor, or of other files, detect
     every changed bit and nearly all other changes (all but one of 4 billion), but do not protect
     from an attacker, who can write new ones.

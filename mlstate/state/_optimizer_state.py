@@ -325,7 +325,7 @@ class OptimizerStateDict(StateDict):
         Python numbers become arrays without dimensions; ``python_numbers`` of the group lists
         these states. Other values that are not tensors become arrays of bytes, which
         ``packed_states`` lists. Hyperparameters that JSON cannot hold, such as sets, have the
-        form of docs/format.md. Tensors on a device stay torch tensors.
+        form of docs/format_manifest.md. Tensors on a device stay torch tensors.
 
         Examples
         --------

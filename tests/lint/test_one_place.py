@@ -20,7 +20,7 @@ def test_the_schema_has_every_dtype():
 
 
 def test_the_page_of_the_format_has_every_dtype_with_its_size():
-    text = (house.ROOT / "docs" / "format.md").read_text()
+    text = (house.ROOT / "docs" / "format_index.md").read_text()
     table = text.partition("| dtype | bytes | elements |")[2].partition("\n\n")[0]
     pairs = []
     for names, sizes in re.findall(r"^\| (`[^|]*) \| ([\d ]+) \|", table, re.MULTILINE):

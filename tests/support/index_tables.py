@@ -1,4 +1,4 @@
-"""Indexes as one record for each file and shard, and as the tables of docs/format.md.
+"""Indexes as one record for each file and shard, and as the tables of docs/format_index.md.
 
 Tests change records, also to invalid values, which are put into the tables unchanged.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints with sparse shards, made from plain ones by the rules of docs/format.md.
+"""Checkpoints with sparse shards, made from plain ones by the rules of docs/format_shards.md.
 
 The package does not choose the layers; random numbers do, so that a reader sees layers that our
 writer would not write.

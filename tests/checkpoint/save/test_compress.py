@@ -249,7 +249,7 @@ FRAME = 1 << 20
 
 
 def frames_of(data, item, rng):
-    """Bytes as frames, as docs/format.md defines them; some are stored uncompressed."""
+    """Bytes as frames, as docs/format_shards.md defines them; some are stored uncompressed."""
     import zstandard
 
     name = ["zlib", "zstd"][rng.integers(0, 2)]

@@ -3,7 +3,7 @@
  *
  * An index is a JSON text with its own checksum (json_checksum.h). It lists the files,
  * and for each shard its tensor, its part of that tensor, version, checksums, and the
- * byte ranges in files that store it. docs/format.md describes every member.
+ * byte ranges in files that store it. docs/format_index.md describes every member.
  *
  * The parser treats the text as untrusted. An index that parses describes shards that fit
  * their tensors, their files and the address space. */
