@@ -41,7 +41,7 @@ def show_exports(
         namespace[name] = explained(namespace[name])
 
     for name in namespace["__all__"]:
-        if name in namespace:  # else it is loaded on first use
+        if callable(namespace.get(name)):  # else it is loaded on first use, or no call
             explain(name)
     if module_of or modules:
         namespace["__getattr__"] = load

@@ -28,7 +28,6 @@ from ._core import (
     StorePermissionError,
     TensorNotFoundError,
 )
-from ._exports import show_exports
 
 
 def _set_fields(self: MLStateError, *args: object, **fields: object) -> None:
@@ -102,4 +101,7 @@ __all__ = [
     "UnstorableError",
 ]
 
-show_exports(globals())
+
+def __dir__() -> list[str]:
+    """List the public names alone."""
+    return sorted(__all__)

@@ -49,9 +49,10 @@ BINDING_ORDER = (
 )
 # A folder without a line belongs to the folder that it is in; `.` is the package's own modules.
 PACKAGE_ORDER = (
-    ("_exports", "_types", "_version", "_core"),
+    ("_types", "_version", "_core"),
     ("errors",),
     ("_common",),
+    ("_exports",),
     ("_sharding",),
     ("threads", "state", "kv", "activation", "collectives", "_info"),
     ("coreai", "coreml", "fsdp", "_safetensors"),
