@@ -15,15 +15,16 @@ class Caller(NamedTuple):
     line: int
     names: dict[str, Any]  # the global names of its module
 
-    def warn(self, text: str) -> None:
-        """Issue a CheckpointWarning with this text that points at the user's line."""
+    def warn(self, text: str, category: type[Warning] | None = None) -> None:
+        """Issue a warning, by default a CheckpointWarning, that points at the user's line."""
         import warnings
 
         from ..errors import CheckpointWarning
 
         registry = self.names.setdefault("__warningregistry__", {})  # as `warnings.warn` does
         module = self.names.get("__name__", "<string>")
-        warnings.warn_explicit(text, CheckpointWarning, self.path, self.line, module, registry)
+        category = category or CheckpointWarning
+        warnings.warn_explicit(text, category, self.path, self.line, module, registry)
 
 
 def find_caller() -> Caller:

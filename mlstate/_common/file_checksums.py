@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from ..errors import CheckpointWarning, ChecksumError, FormatError, StorePermissionError
+from ..errors import ChecksumError, FormatError, StorePermissionError
+from .caller import find_caller
 from .regular_file import open_regular
 from .store_error import format_error, store_error
 
@@ -235,7 +235,7 @@ def find_of_folder(folder: str) -> Checksums | None:
         if _names_folder(f"{parent}/{NAME}", name):
             raise
         text = f"{error}. It does not name {name!r}, which is read without it"
-        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        find_caller().warn(text)
         return None
     records = {
         path.removeprefix(f"{name}/"): record

@@ -44,7 +44,7 @@ def _as_source(text: str) -> str | list[str]:
 def _read_model(package: str) -> Any:
     functions, default = read_functions(_as_source(package))
     for name in functions:
-        warn_of_shapes(StateSpecs(functions, name), stacklevel=1)
+        warn_of_shapes(StateSpecs(functions, name))
     return functions, default
 
 

@@ -89,7 +89,7 @@ at least 300"
         parts = choose_states(model, function, shared_state=bool(shared_state))
         if not isinstance(model, StateSpecs):  # else state_specs has issued the warnings
             for part in parts:
-                warn_of_shapes(part, stacklevel=2)
+                warn_of_shapes(part)
         specs.append(parts[0] if shared_state else _named_by_chunk(parts))
     return plan_states(specs[0], specs[1], number, lambda name: seq_axis)
 

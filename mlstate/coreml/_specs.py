@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from math import prod
 from operator import index
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from .._common.caller import find_caller
 from .._common.local_path import local_path
 from .._common.text import listed, shorten
 from ..errors import FormatError, MLStateWarning
@@ -365,22 +365,18 @@ def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
             yield axis
 
 
-def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
-    """Issue a StateShapeWarning for each axis of a state that may fail on the Neural Engine.
-
-    `stacklevel`: 1 is the caller of this function, as for `warnings.warn` in that caller.
-    """
+def warn_of_shapes(specs: StateSpecs) -> None:
+    """Issue a StateShapeWarning for each axis of a state that may fail on the Neural Engine."""
     for spec in specs.values():
         for axis in _engine_faults(spec.shape):
             label = f" ({AXES[axis]})" if len(spec.shape) == len(AXES) else ""
             length = spec.shape[axis]
-            warnings.warn(
+            find_caller().warn(
                 f"state {spec.name!r} has the shape {spec.shape}: axis {axis}{label} is {length}, "
                 f"not a multiple of {_ENGINE_MULTIPLE}, and such a state may fail on the Neural "
                 f"Engine; convert the model with {_next_multiple(length)}, or keep it on CPU and "
                 "GPU",
                 StateShapeWarning,
-                stacklevel=stacklevel + 1,
             )
 
 
@@ -455,5 +451,5 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     ('decode_256', ['decode_256', 'prefill_512'])
     """
     specs = choose(source, function)
-    warn_of_shapes(specs, stacklevel=2)
+    warn_of_shapes(specs)
     return specs

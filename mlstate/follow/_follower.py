@@ -9,7 +9,6 @@ follower may have other parts.
 from __future__ import annotations
 
 import sys
-import warnings
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,6 +23,7 @@ from .._common.arrays import (
     pairs_sharing_elements,
 )
 from .._common.backend import TensorBackend, backend_of
+from .._common.caller import find_caller
 from .._common.changes import UndoLog
 from .._common.converted import converted_value
 from .._common.dtypes import name_of
@@ -38,7 +38,6 @@ from ..checkpoint._quantized.pairs import box_of
 from ..checkpoint._quantized.parts import parts_of_scales
 from ..checkpoint._store.open_path import open_files
 from ..errors import (
-    CheckpointWarning,
     ChecksumError,
     CompatibilityError,
     FormatError,
@@ -324,7 +323,7 @@ class Follower:
             if manifest is None:
                 if not self._is_empty_known:
                     self._is_empty_known = True
-                    self._warn("nothing is published here yet: check the path", level=3)
+                    self._warn("nothing is published here yet: check the path")
                 return None
             try:
                 self._follow(manifest, step)
@@ -502,9 +501,8 @@ class Follower:
             raise store_error(FileNotFoundError(2, text), "cannot advance", self.path)
         return steps.index(step)
 
-    def _warn(self, text: str, level: int = 4) -> None:
-        # `level`: so many frames up, from this one on, is the caller of `advance`.
-        warnings.warn(f"{self.path}: {text}", CheckpointWarning, stacklevel=level)
+    def _warn(self, text: str) -> None:
+        find_caller().warn(f"{self.path}: {text}")
 
     def _apply_versions(
         self,
@@ -565,9 +563,7 @@ class Follower:
             shared_arrays = {name: arrays[name] for name in parts if name in sharing}
             _refuse_other_content(shared_arrays, checksums)
             if reason:  # before the commit: a filter may raise it
-                self._warn(
-                    f"step {versions[0].step} was loaded whole, because of: {reason}", level=7
-                )
+                self._warn(f"step {versions[0].step} was loaded whole, because of: {reason}")
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
 
         undo.run(change)

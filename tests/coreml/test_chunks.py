@@ -1,5 +1,6 @@
 """Core ML models in several packages: compiled functions, lists, patterns, folders of ANEMLL."""
 
+import inspect
 import json
 import shutil
 import sys
@@ -557,10 +558,11 @@ def test_failed_write_leaves_every_chunk_unchanged(chunk, write, failure):
 def interrupted_move(sources, targets, at):
     """Move with Ctrl-C at one line of the module; return whether the line was reached."""
     count = 0
+    file = inspect.getsourcefile(inspect.unwrap(transition_coreml_state))
 
     def trace(frame, event, argument):
         nonlocal count
-        if frame.f_code.co_filename != transition_coreml_state.__code__.co_filename:
+        if frame.f_code.co_filename != file:
             return None
         if event == "line":
             count += 1

@@ -172,7 +172,7 @@ loads("`numpy.savez_compressed`", "model")(
 )
 
 
-@refused("`numpy.savez` of bfloat16 of ml_dtypes", "intact", "'w'", "cast=")
+@refused("`numpy.savez` of bfloat16 of ml_dtypes", "intact", "'w'", "bfloat16")
 def _(folder):
     import ml_dtypes
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import copy_of
 from ..._common.batches import batches_of
+from ..._common.caller import find_caller
 from ..._common.scales import codes_of
 from ..._sharding.layout import Layout, Shard
-from ...errors import CheckpointWarning
 from ...state import diff
 from .._folder.names import SECTIONS
 from .._load.arguments import check_request
@@ -106,7 +105,7 @@ class Side:
         refused = [key for key, array in arrays.items() if not _is_comparable(array)]
         if refused:
             text = f"{self.path}: these values cannot be compared: {', '.join(refused)}"
-            warnings.warn(text, CheckpointWarning, stacklevel=2)
+            find_caller().warn(text)
         return {key: array for key, array in arrays.items() if key not in refused}
 
     def _settings(self, label: str, kind: Mapping[str, Any] | None) -> Settings | None:
