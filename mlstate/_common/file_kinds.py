@@ -131,6 +131,8 @@ _FOREIGN = {
     "branch main: run `hf download`, or pass a folder in its snapshots",
     "Hub caches": "it is the cache of the Hugging Face Hub: pass the folder of one model in it, "
     "of {quote}",
+    "prompt store": "it is a store of prompts: use mlstate.PromptStore (mlstate prompts on the "
+    "command line)",
     "steps": "it is no checkpoint itself, but holds the steps {quote}: pass the folder of one",
     "unknown folder": "it is no checkpoint that mlstate reads, but holds {quote}: pass one of its "
     "files, or the folder of a checkpoint",
@@ -362,6 +364,7 @@ _FOLDERS = (
     (r"^model_index\.json$", "diffusers"),
     (r"\A(?!.*^\.metadata$).*\.distcp$", "DCP without metadata"),
     (r"^blobs$.*^snapshots$", "Hub cache"),
+    (r"^segment-\d+$.*^store$", "prompt store"),
 )
 _STEP = r"(?:(?:global_?step|checkpoint|ckpt|step|iter|epoch)[-_=]?)?[0-9]+"
 _READ_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin", ".ckpt")

@@ -64,10 +64,10 @@ class LoadedState:
     def __getitem__(self, name: object) -> Any:
         """Raise TypeError: a caller who indexes the result must choose one of its states."""
         where = f'["{name}"]'
-        raise TypeError(
-            f"a LoadedState holds several states: use .model{where}, .optimizer{where} or "
-            f".states{where}"
-        )
+        remedy = f"use .model{where}, .optimizer{where} or .states{where}"
+        if name in self.__slots__:
+            remedy = f"use .{name}"
+        raise TypeError(f"a LoadedState holds several states: {remedy}")
 
     def __repr__(self) -> str:
         """Return the number of tensors of each state, the metadata and the step."""

@@ -90,8 +90,9 @@ class _Parser(argparse.ArgumentParser):
         """
         parsed, unknown = super().parse_known_args(*arguments, **keywords)
         if unknown:
-            option = unknown[0].partition("=")[0]
-            hint = names_hint(option, self._option_string_actions, listed=False)
+            option = unknown[0].partition("=")[0].lstrip("-")
+            options = [each.lstrip("-") for each in self._option_string_actions]
+            hint = names_hint(option, options, listed=False).replace("'", "'--", 1)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 

@@ -222,5 +222,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
         kind, "that the index or the checksums do not name"
     )
     lines += _lines_of_files(text, of_folder.strange)
-    lines += _lines_of_repair(of_folder) if arguments.repair else []
+    if arguments.repair:
+        lines += _lines_of_repair(of_folder)
+    elif status == 1:
+        text = "copy or download the files again"
+        if kind == "checkpoint":
+            text += ", or use --repair, which goes back to the newest good step if it must"
+        lines += [f"to recover: {text}"]
     return print_result(arguments, data, lines, status)

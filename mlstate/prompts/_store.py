@@ -587,7 +587,10 @@ class PromptStore:
     # ---- the whole store ----
 
     def verify(self) -> list[tuple[str, int, str]]:
-        """Compare all stored bytes with their checksums.
+        """Compare the bytes of all blocks with their checksums.
+
+        A block whose header is damaged is not in the store any more: no match finds it, and it is
+        not reported.
 
         Returns
         -------

@@ -233,6 +233,7 @@ def test_verify_names_altered_file_tensor_and_bytes(place, run, run_json):
     assert (status, err) == (1, [])
     assert out[0].startswith("ckpt: 1 problem, step 7, ")
     assert words(out[2:3])[0][:4] == ["altered", shard.path, "layer.w", "4096-4144"]
+    assert out[-1].startswith("to recover: copy or download the files again, or use --repair")
     status, data = run_json("verify", "ckpt")
     assert (status, data["good"]) == (1, False)
     [problem] = data["checkpoints"][0]["problems"]
@@ -320,11 +321,11 @@ def test_verify_names_a_damaged_file_once(place, run):
     flip("run/manifest.json", 40)
     for options in ([], ["--all-steps"]):
         _, out, _ = run("verify", "run", *options)
-        assert out[-1].count("manifest.json") == 1
-        assert "manifest.json  " in out[-1] and "(checksum " in out[-1]
-        assert str(place) not in out[-1] and " 0-0 " not in out[-1] and "…" not in out[-1]
+        assert out[-2].count("manifest.json") == 1
+        assert "manifest.json  " in out[-2] and "(checksum " in out[-2]
+        assert str(place) not in out[-2] and " 0-0 " not in out[-2] and "…" not in out[-2]
     Path("w.safetensors").write_bytes(b"junk")
-    assert run("verify", "w.safetensors")[1][-1].count("w.safetensors") == 1
+    assert run("verify", "w.safetensors")[1][-2].count("w.safetensors") == 1
 
 
 def test_verify_all_steps_looks_at_a_manifest_that_is_none_of_them(place, run_json):
@@ -399,6 +400,12 @@ def test_an_empty_file_is_damaged(place, run, refused, command):
     assert "it is empty" in refused(*command, "notes")
     status, out, _ = run("verify", "notes")
     assert (status, out[0]) == (1, "notes: 1 problem, 0 B read")
+    assert out[-1] == "to recover: copy or download the files again"
+
+
+def test_an_option_of_another_command_is_answered(place, run):
+    status, _, err = run("diff", "ckpt", "ckpt", "--step", "7")
+    assert status == 2 and "did you mean '--first-step'?" in err[0]
 
 
 def test_verify_names_the_reader_of_a_folder_of_another_kind(place, refused):

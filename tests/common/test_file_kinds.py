@@ -293,6 +293,7 @@ def test_errors_of_the_system_pass(tmp_path):
         ("diffusers", ["model_index.json", "unet", "vae"]),
         ("DCP without metadata", ["__0_0.distcp", "__1_0.distcp"]),
         ("Hub cache", ["blobs", "refs", "snapshots"]),
+        ("prompt store", ["segment-00000001", "store", "used"]),
         ("Hub caches", ["models--gpt2", "models--org--name", "version.txt"]),
         ("GGUF", ["config.json", "model-Q4_K_M.gguf"]),
         ("ONNX", ["config.json", "model.onnx", "tokenizer.json"]),
