@@ -108,7 +108,7 @@ CALLS = [
     (lambda: mlstate.save_async("new", W, epoch=3), "'epoch'", "pass metadata={'epoch': 3}"),
     (lambda: mlstate.convert("ckpt"), "'target'", "convert(source, target, step=, ...)"),
     (lambda: mlstate.convert("ckpt", "new", prefix="a."), "'prefix'", "rename={'module.': ''}"),
-    (lambda: mlstate.verify("ckpt", fix=True), "'fix'", "verify only reads"),
+    (lambda: mlstate.verify("ckpt", fix=True), "'fix'", "did you mean 'repair'?"),
     (lambda: mlstate.digest(W, algorithm="md5"), "'algorithm'", "the call is digest(what, group=)"),
     (lambda: mlstate.inspect("ckpt").keys(), "'keys'", "mlstate.load(path).model"),
     (lambda: mlstate.transition_kv_state(W["w"], new_size=8), "'new_size'", "'target_seq_length'?"),
