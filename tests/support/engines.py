@@ -44,6 +44,12 @@ class Transformers(Engine):
     def new_cache(self):
         return self.create_cache(config=self.model.config)
 
+    def empty(self, cache, count):
+        """Remove all tokens of a cache; return whether that is possible."""
+        if hasattr(cache, "reset"):
+            cache.reset()
+        return hasattr(cache, "reset")
+
     def run(self, tokens, cache):
         """Return the logits of the last token, and the cache."""
         import torch
@@ -66,6 +72,12 @@ class Mlx(Engine):
         from mlx_lm.models.cache import make_prompt_cache
 
         return make_prompt_cache(self.model)
+
+    def empty(self, cache, count):
+        """Remove all `count` tokens of a cache; return whether that is possible."""
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        return trim_prompt_cache(cache, count) == count
 
     def run(self, tokens, cache):
         """Return the logits of the last token, and the cache."""

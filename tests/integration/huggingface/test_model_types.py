@@ -69,7 +69,10 @@ def test_a_moved_or_restored_cache_gives_the_same_bits(
             to_cache(state.copy(), into=used)
         used = model.new_cache()
     new = model.new_cache() if has_new else model.after(TOKENS[:3])
-    for source, into in ((state, None), (state, used), (loaded, new)):
+    targets = [(state, None), (state, used), (loaded, new)]
+    if model.empty(emptied := model.after(TOKENS[40:57]), 17):
+        targets.append((state, emptied))
+    for source, into in targets:
         moved = to_cache(source.copy(), into=into)
         assert np.array_equal(model.continued(moved), expected)
     if has_new:
