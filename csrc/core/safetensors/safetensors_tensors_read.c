@@ -26,16 +26,17 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t chec
 {
     const size_t left = tensor->bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    const uint64_t offset = tensor->offset + start;
     const int width =
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_CHECKSUM,
              "tensor '%.*s': its bytes have changed since they were written (checksum "
              "%08lx, "
-             "expected %08lx, over %zu bytes from %zu on): the file is damaged",
+             "expected %08lx, in bytes %llu to %llu of the file): the file is damaged",
              width, tensor->name.data, (unsigned long)checksum, (unsigned long)expected,
-             length, start);
+             (unsigned long long)offset, (unsigned long long)(offset + length));
     st->has_offset = true;
-    st->offset = tensor->offset + start;
+    st->offset = offset;
     mls_status_name(st, tensor->name.data, tensor->name.length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);
     return mls_status_got(st, "%08lx", (unsigned long)checksum);

@@ -393,7 +393,7 @@ static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
             }
         }
         if (checksum != shard->crcs[block]) {
-            return mls_block_changed(shard->offset, start, length, checksum,
+            return mls_block_changed(shard->offset + start, length, checksum,
                                      shard->crcs[block], st);
         }
     }

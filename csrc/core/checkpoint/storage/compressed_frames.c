@@ -144,15 +144,16 @@ _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two bl
 
 /* Report that a block's `checksum` differs from the `expected` one. They have the same
  * digits as in the index, so that users can search for them. */
-mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
-                           uint32_t checksum, uint32_t expected, mls_status *st)
+mls_code mls_block_changed(uint64_t offset, size_t length, uint32_t checksum,
+                           uint32_t expected, mls_status *st)
 {
     mls_fail(st, MLS_E_CHECKSUM,
              "its bytes have changed since they were written (checksum %08lx, "
-             "expected %08lx, over %zu bytes from %zu on): the file is damaged",
-             (unsigned long)checksum, (unsigned long)expected, length, start);
+             "expected %08lx, in bytes %llu to %llu of the file): the file is damaged",
+             (unsigned long)checksum, (unsigned long)expected, (unsigned long long)offset,
+             (unsigned long long)(offset + length));
     st->has_offset = true;
-    st->offset = offset + start;
+    st->offset = offset;
     mls_status_expected(st, "%08lx", (unsigned long)expected);
     return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
@@ -175,7 +176,7 @@ static mls_code read_block(const mls_compressed_frame_reader *reader,
     const uint32_t checksum = coded->crc->update(0, to, length);
     return checksum == coded->crcs[block]
                ? MLS_OK
-               : mls_block_changed(coded->offset, start, length, checksum,
+               : mls_block_changed(coded->offset + start, length, checksum,
                                    coded->crcs[block], st);
 }
 

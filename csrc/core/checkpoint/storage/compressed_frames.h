@@ -114,11 +114,10 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_reader *reader,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st);
 
-/* Report a damaged block: `length` bytes, `start` bytes behind the start of a place that
- * begins at `offset` of its file. `checksum` is that of the bytes, `expected` the
- * recorded one. Returns MLS_E_CHECKSUM. */
-mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
-                           uint32_t checksum, uint32_t expected, mls_status *st);
+/* Report a damaged block: `length` bytes at `offset` of the file. `checksum` is that of
+ * the bytes, `expected` the recorded one. Returns MLS_E_CHECKSUM. */
+mls_code mls_block_changed(uint64_t offset, size_t length, uint32_t checksum,
+                           uint32_t expected, mls_status *st);
 
 void mls_compressed_frame_reader_fini(
     mls_compressed_frame_reader *reader); /* accepts a zeroed one; zeroes it */
