@@ -62,8 +62,8 @@ class OptimizerStateDict(StateDict):
         The optimizer.
     step : int, default 0
         Number of optimizer steps taken.
-    learning_rate : float, default 0.0
-        Learning rate of the first parameter group.
+    learning_rate : float, optional
+        Learning rate of the first parameter group. Default: its ``lr``, or 0.
     param_groups : sequence of mapping, optional
         Hyperparameters by group: ``"params"`` lists names of parameters, the other entries
         are the optimizer's. Values must be plain, so that they can be stored as JSON.
@@ -77,7 +77,10 @@ class OptimizerStateDict(StateDict):
     --------
     >>> import numpy as np
     >>> from mlstate import OptimizerStateDict
-    >>> adam = OptimizerStateDict(optimizer_type="adam", step=3, learning_rate=1e-3)
+    >>> groups = [{"params": ["layer.0.weight"], "lr": 1e-3, "betas": (0.9, 0.999)}]
+    >>> adam = OptimizerStateDict(optimizer_type="adam", step=3, param_groups=groups)
+    >>> adam.learning_rate
+    0.001
     >>> adam.set_state("layer.0.weight", "m", np.zeros(4, np.float32))
     >>> adam.set_state("layer.0.weight", "v", np.ones(4, np.float32))
     >>> adam.parameters(), adam.state_names("layer.0.weight")
@@ -92,16 +95,27 @@ class OptimizerStateDict(StateDict):
         *args: Any,
         optimizer_type: OptimizerType | str = OptimizerType.OTHER,
         step: int = 0,
-        learning_rate: float = 0.0,
+        learning_rate: float | None = None,
         param_groups: Sequence[Mapping[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
         """Set the hyperparameters first, then the entries, as `dict` takes them."""
         self.optimizer_type = optimizer_type
         self.step = step
-        self.learning_rate = learning_rate
         self.param_groups = param_groups
+        self.learning_rate = self._first_rate() if learning_rate is None else learning_rate
+        for name, value in kwargs.items():
+            if isinstance(value, int | float | str | list | tuple):
+                raise TypeError(
+                    f"{name!r} is a {type(value).__name__}, not an array: hyperparameters go into "
+                    f"param_groups=[{{{name!r}: ...}}]"
+                )
         super().__init__(*args, **kwargs)
+
+    def _first_rate(self) -> float:
+        """Return the learning rate ``lr`` of the first parameter group; 0 if it has no number."""
+        rate = self.param_groups[0].get("lr") if self.param_groups else None
+        return float(rate) if isinstance(rate, int | float) else 0.0
 
     @classmethod
     def create(cls: type[Self], optimizer_type: OptimizerType | str) -> Self:

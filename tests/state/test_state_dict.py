@@ -489,6 +489,13 @@ def test_bad_attributes_are_refused():
     for text in ("fast", "0.5"):
         with pytest.raises(TypeError, match=f"learning_rate must be a number, got '{text}'"):
             OptimizerStateDict(learning_rate=text)
+
+
+@pytest.mark.parametrize(("group", "rate"), [({"lr": 0.5}, 0.5), ({"lr": "cosine"}, 0), ({}, 0)])
+def test_the_learning_rate_is_that_of_the_first_group(group, rate):
+    groups = [group, {"lr": 2.0}]
+    assert OptimizerStateDict(param_groups=groups).learning_rate == rate
+    assert OptimizerStateDict(param_groups=groups, learning_rate=0.25).learning_rate == 0.25
     with pytest.raises(ValueError, match="depth"):
         ModelStateDict().layer_names(0)
 

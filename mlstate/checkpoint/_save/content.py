@@ -152,8 +152,13 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
             f"pass the cache as states={{{name!r}: cache}}, which stores its positions too, or "
             "only its array"
         )
-    elif isinstance(value, dict) and "param_groups" in state:
+    elif "param_groups" in state and isinstance(state.get("state"), dict):
         hint = "this is a torch optimizer's state_dict(): pass the optimizer itself"
+    elif section == "optim_state" and not isinstance(value, dict):
+        hint = (
+            "pass mlstate.OptimizerStateDict(arrays, step=3, param_groups=[{'lr': 0.1}]), which "
+            "holds numbers too"
+        )
     elif isinstance(value, dict):
         hint = "states are flat: pass the dict in it as model= or optimizer=, or join the names"
     elif isinstance(value, list | tuple):
