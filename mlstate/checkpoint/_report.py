@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._common.report import Table
 from .._common.set_module import set_module
 from .._common.store_error import store_error
-from .._common.text import bytes_text, count_text
+from .._common.text import bytes_text, count_text, steps_text
 from ..errors import ChecksumError, CompatibilityError, FormatError, MLStateError, StoreError
 
 _ROWS = 20
@@ -126,6 +126,9 @@ class VerifyReport:
     repaired : str or None
         With ``repair=True``: generation of the checkpoint that is now current and good. It is
         unchanged if only headers were damaged; otherwise it names an older checkpoint.
+    deleted : list of int or None
+        With ``repair=True``: the damaged steps that were deleted; None for one whose number
+        cannot be read.
 
     Examples
     --------
@@ -146,6 +149,7 @@ class VerifyReport:
     repaired: str | None = None
     refusal: str = ""
     checksums: bool = True
+    deleted: list[int | None] = field(default_factory=list)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         """Restore a pickled report from `state`: None, and the attributes by name."""
@@ -223,6 +227,7 @@ class VerifyReport:
         table = self._table()
         table.lines += [f"{count_text(len(names), 'file')} {of}" for of, names in files if names]
         table.lines += [f"repaired: generation {self.repaired}"] if self.repaired else []
+        table.lines += [f"deleted: steps {steps_text(self.deleted)}"] if self.deleted else []
         return table.text(_ROWS)
 
     def _repr_html_(self) -> str:

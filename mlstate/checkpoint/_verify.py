@@ -9,6 +9,7 @@ from .._common.arguments import check_callback, check_flags
 from .._common.callback import Progress, ProgressErrors
 from .._common.file_kinds import is_damage
 from .._common.log import log
+from .._common.text import sort_steps, steps_text
 from ..errors import (
     ChecksumError,
     CompatibilityError,
@@ -195,11 +196,13 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
             if loads:
                 data = files.folder.read(root.path)
                 # before the manifest: while that is damaged, repair can be repeated
+                report.deleted = sort_steps(files.steps_of(damaged).values())
                 files.delete_roots(damaged)
                 claim.commit(data)
                 report.repaired, report.step = root.generation, older.step
-                text = "%s: repaired: step %s, generation %s, replaces a damaged checkpoint"
-                log("WARNING", text, files.path, report.step, root.generation)
+                text = "%s: repaired: step %s, generation %s, is current; deleted: %s"
+                steps = steps_text(report.deleted)
+                log("WARNING", text, files.path, report.step, root.generation, steps)
                 return
             if all(problem.kind != "unreadable" for problem in older.problems):
                 damaged.append(root)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .._common.report import Table
-from .._common.text import bytes_text, count_text, shorten
+from .._common.text import bytes_text, count_text, shorten, steps_text
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._report import PROBLEM_COLUMNS, VerifyReport
 from ..checkpoint._sources.indexed import IndexedSource
@@ -51,8 +51,8 @@ def add(commands: Commands) -> None:
     which = {
         **shared("--step"),
         "--all-steps": "verify every step of a run",
-        "--repair": "put the newest good step in the place of a damaged newest one; good if there "
-        "is one",
+        "--repair": "put the newest good step in the place of a damaged newest one, which is "
+        "deleted; good if there is one",
     }
     add_arguments(parser.add_mutually_exclusive_group(), which)
 
@@ -129,6 +129,7 @@ def _json_data(
         "compared": of_folder.compared,
         "bytes": sum(report.bytes for report in reports.values()),
         "repaired": of_folder.repaired,
+        "deleted": of_folder.deleted,
         "checkpoints": [
             {
                 "root": root,
@@ -175,7 +176,8 @@ def _lines_of_repair(report: VerifyReport) -> list[str]:
     if report.repaired is not None:
         step = "" if report.step is None else f"step {report.step}, "
         text = f"{step}generation {report.repaired}, is the newest good one, and in place"
-        return [f"repaired: {text}"]
+        lost = [f"deleted: damaged steps {steps_text(report.deleted)}"] if report.deleted else []
+        return [f"repaired: {text}", *lost]
     if {problem.kind for problem in report.problems} == {"header"}:
         text = "every tensor loads, and the next save writes files with damaged headers again"
         return [f"not repaired: {text}"]

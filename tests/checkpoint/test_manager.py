@@ -199,7 +199,8 @@ def test_the_load_of_a_step_is_planned(tmp_path):
 def test_a_damaged_step_is_passed_over_with_a_warning(manager):
     save_all(manager, 1, 2, 3)
     flip(manager, 3)
-    with pytest.warns(UserWarning, match="cannot be restored.*'w'"):
+    text = r"^step 3 \(roots/.*\) cannot be restored: .*'w'.*; the step before it is tried next$"
+    with pytest.warns(UserWarning, match=text):
         loaded = manager.restore_latest()
     assert loaded.step == 2
     with pytest.warns(UserWarning, match="cannot be restored"):
@@ -239,7 +240,8 @@ def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
     assert [(p.kind, p.name) for p in report.problems] == [("altered", "w")]
     repaired = mlstate.verify(manager.directory, repair=True)
     assert not repaired  # a report with problems is false
-    assert repaired.step == 2 and repaired.repaired
+    assert repaired.step == 2 and repaired.repaired and repaired.deleted == [3]
+    assert "deleted: steps 3" in repr(repaired)
     assert mlstate.verify(manager.directory)
     assert same(state(2), mlstate.load(manager.directory).model)
     assert manager.steps() == [1, 2]

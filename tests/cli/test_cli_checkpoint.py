@@ -344,6 +344,7 @@ def test_repair_puts_the_newest_good_step_in_place(place, run, run_json):
     status, data = run_json("verify", "run", "--repair")
     assert (status, data["good"]) == (0, True)
     assert data["repaired"] == CheckpointManager("run").checkpoint(10).generation
+    assert data["deleted"] == [20, 30]
     assert mlstate.load("run").step == 10
     assert run("verify", "run")[0] == 0
 
@@ -353,7 +354,8 @@ def test_repair_reports_its_outcome(place, run):
     status, out, _ = run("verify", "run", "--repair")
     assert status == 0
     assert "1 problem" in out[0]
-    assert out[-1].startswith("repaired: step 20, generation ")
+    assert out[-2].startswith("repaired: step 20, generation ")
+    assert out[-1] == "deleted: damaged steps 30"
     alter("run", "frozen")  # a shard that all steps need
     status, out, _ = run("verify", "run", "--repair")
     assert status == 1

@@ -895,9 +895,9 @@ class CheckpointManager:
                     return state
                 self._note_damage(root.split(".")[-2], root, error)  # roots/STEP.GENERATION.json
                 if self._checkpoints.folder.exists(root):  # else a writer has deleted it
-                    log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
-                    text = f"{root} cannot be restored: {error}"
-                    find_caller().warn(text)
+                    text = f"{self._checkpoints.name_of(root)} cannot be restored: {error}"
+                    log("WARNING", "%s: %s", self.directory, text)
+                    find_caller().warn(f"{text}; the step before it is tried next")
                 newest_error = newest_error or error
         if newest_error is not None:
             raise newest_error

@@ -553,6 +553,12 @@ class CheckpointFiles:
                 steps[root] = self.read_manifest(root.path).step
         return steps
 
+    def name_of(self, root: str) -> str:
+        """Return the step of the root `root`, if it can be read, and its path, as text."""
+        with suppress(MLStateError):
+            return f"step {self.read_manifest(root).step} ({root})"
+        return root
+
     # ---- garbage of many ranks: each rank deletes its own files ----
     #
     # The index of a rank names only files of that rank, and only the same rank's index of a later
