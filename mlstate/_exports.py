@@ -29,7 +29,9 @@ def show_exports(
         if name in modules:
             return import_module(f".{name}", package)  # the import also binds the name
         if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            from ._common.wrong_calls import missing_name
+
+            raise missing_name(package, name, [*namespace["__all__"]])
         namespace[name] = getattr(import_module(module_of[name], package), name)
         explain(name)
         return namespace[name]

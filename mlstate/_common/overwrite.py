@@ -81,7 +81,7 @@ def difference_of(old: Shapes, new: Shapes) -> str:
         if name not in new:
             return f"has {shorten(repr(name), 80)}, which the new state lacks"
         if name not in old:
-            return f"lacks {shorten(repr(name), 80)}"
+            return f"lacks {shorten(repr(name), 80)}, which the new state has"
         if tuple(old[name]) != tuple(new[name]):
             shapes = f"{tuple(old[name])}, not {tuple(new[name])}"
             return f"its {shorten(repr(name), 80)} has the shape {shapes}"

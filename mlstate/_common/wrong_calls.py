@@ -134,6 +134,36 @@ _ATTRIBUTES = {
     | dict.fromkeys(["keys", "items", "list", "prompts"], "`mlstate prompts ls` lists them"),
 }
 
+# Names that people look for in the package, and what to do.
+_LOAD_STATE = "mlstate.load(path, into=module) fills a module, and mlstate.load_into(target, state)"
+_STATE_DICT = "mlstate.save(path, module) takes a module, and mlstate.StateDict arrays by name"
+_RUNS = "mlstate.CheckpointManager(path).restore_latest() reads the last good step"
+_NAMES = {
+    "load_state_dict": f"{_LOAD_STATE} arrays",
+    "state_dict": _STATE_DICT,
+    "get_state_dict": _STATE_DICT,
+    "set_state_dict": f"{_LOAD_STATE} arrays",
+    "restore": _RUNS,
+    "restore_latest": _RUNS,
+    "latest_step": "mlstate.CheckpointManager(path).latest_step() reads it",
+    "open": "mlstate.inspect(path) reads what a checkpoint has, and mlstate.load its tensors",
+    "compare": "mlstate.diff(first, second) compares, and mlstate.digest(path) names the bits",
+    "hash": "mlstate.digest(path) names the bits",
+    "checksum": "mlstate.checkpoint.checksum writes checksums of any file",
+    "repair": "mlstate.verify(path, repair=True) repairs",
+    "expand_kv_state": "mlstate.transition_kv_state(state, length) makes it longer or shorter",
+    "prune": "mlstate.checkpoint.prune(path, keep=3) deletes old steps",
+    "delete": "mlstate.CheckpointManager(path).delete(step) deletes a step",
+}
+
+
+def missing_name(package: str, name: str, public: list[str]) -> AttributeError:
+    """Return the AttributeError for a name that the module `package` lacks, with a remedy."""
+    remedy = _NAMES.get(name) if package == _PACKAGE.removesuffix(".") else None
+    is_word = not name.startswith("_")
+    hint = f"; {remedy}" if remedy else names_hint(name, public, listed=False) if is_word else ""
+    return AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
+
 
 def explained(thing: Thing) -> Thing:
     """Let a wrong call of a public function, or of a method of a public class, tell the remedy.

@@ -94,7 +94,7 @@ def _step(text: str) -> int | str:
 
 _SHARED: Usages = {
     "--step N|latest|best": step_usage("run"),
-    "--monitor KEY": "the metadata that --step best compares",
+    "--monitor KEY": "the metadata that the step best is chosen by",
     "--mode": {"choices": ("min", "max"), "help": "which value is best (default: min)"},
     "--names NAME...": "only these tensors, layers or globs, such as 'layers.*.bias' (may be "
     "repeated)",

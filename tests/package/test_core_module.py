@@ -145,7 +145,7 @@ assert mlstate.fsdp is fsdp is sys.modules["mlstate.fsdp"]
 try:
     mlstate.laod
 except AttributeError as error:
-    assert str(error) == "module 'mlstate' has no attribute 'laod'"
+    assert str(error) == "module 'mlstate' has no attribute 'laod'; did you mean 'load'?"
 else:
     raise AssertionError
 """

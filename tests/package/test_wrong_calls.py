@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mlstate
+from mlstate._common import wrong_calls
 from mlstate.activation import plan
 from mlstate.checkpoint import CheckpointManager
 from mlstate.collectives import LocalGroup
@@ -119,6 +120,12 @@ CALLS = [
     (lambda: GradientAccumulator(4).step(), "'step'", "get_and_clear_gradients() returns"),
     (lambda: Publisher("run2").push(W), "'push'", "publish(step, model)"),
     (lambda: Follower("run2", into=W).get(), "'get'", "poll() fetches the newest weights"),
+    (lambda: mlstate.load_state_dict("ckpt"), "'load_state_dict'", "load(path, into=module)"),
+    (lambda: mlstate.restore("run"), "'restore'", "restore_latest() reads the last good step"),
+    (lambda: mlstate.compare("ckpt", "run"), "'compare'", "mlstate.diff(first, second)"),
+    (lambda: mlstate.verfy("ckpt"), "'verfy'", "did you mean 'verify'?"),
+    (lambda: mlstate.OptimizerStateDict(betas=(0.9, 0.99)), "'betas'", "param_groups=[{'betas'"),
+    (lambda: mlstate.save("new", W, {"w.m": W["w"], "lr": 0.1}), "'lr'", "param_groups=[{'lr'"),
 ]
 
 
@@ -132,6 +139,14 @@ def test_a_wrong_call_names_the_mistake_and_the_remedy(folder, call, mistake, re
     changed = {path for path, time in before.items() if path.stat().st_mtime_ns != time}
     assert not {path for path in changed if "prompts" not in path.parts}
     assert not (folder / "new").exists() and not (folder / "new.safetensors").exists()
+
+
+def test_the_advice_for_a_missing_name_names_what_exists():
+    for remedy in wrong_calls._NAMES.values():
+        for path in re.findall(r"mlstate((?:\.\w+)+)", remedy):
+            found = mlstate
+            for name in path[1:].split("."):
+                found = getattr(found, name)
 
 
 def test_modules_where_a_path_is_meant_are_named(folder, torch):
