@@ -124,7 +124,7 @@ $(BUILD)/tests/%: $(BUILD)/tests/%.o $(LIB) $(PUBLIC_OBJECTS)
 	@$(CC) $(FLAGS) $< $(PUBLIC_OBJECTS) $(LIB) $(LINK) -lpthread -lm -o $@
 
 $(BUILD)/tests/%_alloc_failure: LINK := $(patsubst %,-Wl$(comma)--wrap=%,malloc calloc realloc)
-$(BUILD)/tests/%_call_failure: LINK := $(patsubst %,-Wl$(comma)--wrap=%,close faccessat fallocate \
+$(BUILD)/tests/%_call_failure: LINK := $(patsubst %,-Wl$(comma)--wrap=%,close faccessat fallocate fsync \
 	fchown fstat fstatat ftruncate getentropy openat pread renameat)
 
 -include $(OBJECTS:.o=.d) $(PUBLIC_OBJECTS:.o=.d) $(TESTS:=.d)

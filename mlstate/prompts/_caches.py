@@ -107,9 +107,10 @@ def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
         return state_of_array(cache, length, spec)
     engine = engine_of(cache)
     if engine is None:
+        hint = ": pass its past_key_values" if hasattr(cache, "past_key_values") else ""
         raise TypeError(
             "cache must be a CacheState, KVState, RollingKVState, array, or a cache of "
-            f"transformers or mlx-lm, got {type(cache).__name__}"
+            f"transformers or mlx-lm, got {type(cache).__name__}{hint}"
         )
     try:
         state: Any = engine.from_cache(cache)

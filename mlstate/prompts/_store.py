@@ -495,9 +495,14 @@ class PromptStore:
         return make_match(log_match, prompt, self._path, limits, expected, self._key)
 
     def _write(self, prompt: Prompt, records: list[_Record]) -> int:
-        """Store records of a prompt; return how many of its tokens can be restored then."""
+        """Store records of a prompt; return how many of its tokens can be restored then.
+
+        Without records, it makes what another process stored durable.
+        """
         if records:
             self._put_records(prompt, records)
+        else:
+            self._log.sync()
         with self._match_of(prompt) as match:
             return match.length
 
@@ -587,10 +592,10 @@ class PromptStore:
     # ---- the whole store ----
 
     def verify(self) -> list[tuple[str, int, str]]:
-        """Compare the bytes of all blocks with their checksums.
+        """Compare all stored bytes with their checksums.
 
-        A block whose header is damaged is not in the store any more: no match finds it, and it is
-        not reported.
+        A record whose header is damaged is lost, and no match finds it; the place is reported. So
+        is the header of a put that was killed while it wrote that, until the next put.
 
         Returns
         -------
@@ -606,6 +611,9 @@ class PromptStore:
 
     def repair(self) -> list[tuple[str, int, str]]:
         """Compare all stored bytes with their checksums, and remove the damaged records.
+
+        A file with a damaged header is written anew. The blocks behind a removed one stay, and are
+        found again when a put has stored that one again.
 
         Returns
         -------

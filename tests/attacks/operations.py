@@ -325,7 +325,8 @@ class Prompts(Operation):
         assert self.states[64].length in (0, 40, 64, 100), "a partly restored cache has tokens"
         with store_at(folder) as store:
             (length,) = check_every_match(store, [TOKENS], HYBRID)
-            damage = store.verify()
+            # a kill may tear the header of a put that did not return
+            damage = [each for each in store.verify() if "header" not in each[2]]
             assert length in (40, 100), f"{length} tokens, damage {damage}"
             # a power failure may tear the payload of a put that did not return
             assert not damage or self.after_power, damage

@@ -184,6 +184,15 @@ class PromptHistory(Operation):
         return "new"
 
 
+def records_of(history, root):
+    """The ends of all records that the prompts match; None if the log cannot be opened."""
+    try:
+        log = PromptLog(root / "log", False)
+    except (FormatError, StoreError):
+        return None
+    return [match(log, tokens).records for tokens in prompts_of(history)], log.verify()
+
+
 def flip(bench):
     """Bits or lengths of files change in a complete log."""
     root, chance = bench.root, random.Random(bench.seed + 1)
@@ -194,17 +203,23 @@ def flip(bench):
     complaints = []
     files = sorted((root / "log").iterdir())
     originals = {path: path.read_bytes() for path in files}
+    before = records_of(history, root)
     for turn in range(10):
         path = chance.choice(files)
         data = bytearray(originals[path])
-        if chance.random() < 0.8 and data:
+        is_flip = chance.random() < 0.8 and data
+        if is_flip:
             data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         elif chance.random() < 0.5:
             del data[chance.randrange(len(data) + 1) :]
         else:
             data += chance.randbytes(200)
         path.write_bytes(data)
-        result = judge(history, root, set(), damaged=True) + judge_next(root, True)
+        result = judge(history, root, set(), damaged=True)
+        after = records_of(history, root)
+        if is_flip and after is not None and after[0] != before[0] and not after[1]:
+            result.append(f"records are lost, and verify finds nothing: {before[0]} {after[0]}")
+        result += judge_next(root, True)
         complaints += [f"flip {turn} in {path.name}: {text}" for text in result]
         for other in (root / "log").iterdir():
             other.unlink()

@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+import types
 
 import child
 import numpy as np
@@ -446,6 +447,9 @@ def test_a_read_only_target_is_refused(store):
 def test_wrong_types_are_refused(store, tmp_path):
     with pytest.raises(TypeError, match="cache must be a CacheState"):
         store.put(TOKENS, "cache")
+    output = types.SimpleNamespace(past_key_values=None)  # of a model
+    with pytest.raises(TypeError, match="got SimpleNamespace: pass its past_key_values"):
+        store.put(TOKENS, output)
     with store.match(TOKENS) as match, pytest.raises(TypeError, match="into must be"):
         store.restore(match, into="cache")
     with pytest.raises(TypeError, match="match must be a Match"):
@@ -626,6 +630,39 @@ def test_verify_names_damage_and_repair_removes_it(store, tmp_path):
     assert len(store.repair()) == 1 and store.verify() == []
     with store.match(TOKENS) as match:
         assert match.length == 32
+
+
+def test_a_flip_that_shortens_a_match_is_found_and_repaired(tmp_path):
+    """Each byte of the headers, of records that share a block; a store without an index file."""
+    prompts = [TOKENS[:40], np.concatenate([TOKENS[:16], TOKENS[60:90]])]
+    with store_at(tmp_path) as store:
+        for tokens in prompts:
+            store.put(tokens, prefilled(FULL, tokens))
+    (path,) = (tmp_path / "store").glob("segment-*")
+    good = path.read_bytes()
+    starts = [at for at in range(64, len(good), 64) if good[at : at + 4] == b"mspR"]
+    assert len(starts) == 5
+
+    def lengths():
+        with store_at(tmp_path) as store:
+            damage = store.verify()
+            matches = [store.match(tokens, full=True) for tokens in prompts]
+            return [match.length for match in matches], damage
+
+    before = lengths()
+    assert before == ([40, 46], [])
+    for offset in (start + byte for start in starts for byte in range(0, 128, 3)):
+        data = bytearray(good)
+        data[offset] ^= 1 << offset % 8
+        path.write_bytes(data)
+        after, damage = lengths()
+        assert after == before[0] or damage, offset
+        with store_at(tmp_path) as store:
+            assert store.repair() == damage
+        assert lengths()[1] == []
+        for other in (tmp_path / "store").glob("segment-*"):
+            other.unlink()
+        (tmp_path / "store" / "index").unlink(missing_ok=True)
 
 
 def test_stores_and_matches_are_not_pickled(store):

@@ -90,12 +90,18 @@ typedef struct mls_prompt_hit {
     uint32_t segment;
 } mls_prompt_hit;
 
-/* A damaged record. */
+/* A damaged record, or a damaged header whose record is lost. */
 typedef struct mls_prompt_damage {
     uint32_t segment;          /* number of its segment */
     uint64_t offset;           /* of the record in it */
     char text[MLS_TEXT_BYTES]; /* the reason */
 } mls_prompt_damage;
+
+/* Damage that was found. The owner frees `damage`. */
+typedef struct mls_prompt_damage_list {
+    mls_prompt_damage *damage;
+    size_t count, room;
+} mls_prompt_damage_list;
 
 struct mls_prompt_match {
     mls_prompt_hit *hits; /* sorted by end, then kind */
@@ -213,13 +219,21 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes,
                           const mls_progress *progress, uint64_t *freed, mls_status *st);
 
+/* Make the records that this log has shown durable: another process may have written
+ * some, and not yet synced them. Needs no lock, and waits for no writer. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_FORMAT. */
+mls_code mls_prompt_sync(mls_prompt_log *log, mls_status *st);
+
 /* ---- the whole log ---- */
 
-/* Read all records and compare checksums. With `repair`, for which the log must be
- * locked, damaged records are removed. Sets `*out` to the `*count` damaged ones; the
- * caller frees it with mls_free. After an error it is not set.
- * MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_IO: the removal failed, or the log
- * cannot be read for a reason that proves no damage, such as too many open files. */
+/* Read all records and compare checksums; report also headers that are damaged. With
+ * `repair`, for which the log must be locked, damaged records are removed, and segments
+ * with damaged headers are written anew; damage that the lock removed is reported too.
+ * Sets
+ * `*out` to the `*count` damaged ones; the caller frees it with mls_free. After an error
+ * it is not set. MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_IO: the removal failed,
+ * or the log cannot be read for a reason that proves no damage, such as too many open
+ * files. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st);
 

@@ -69,9 +69,10 @@ struct mls_prompt_log {
     uint32_t tail_segment; /* that has the first record of the last put; 0: unknown */
     uint64_t tail_offset;  /* of that record in it */
     uint64_t index_bytes;  /* length of the index file */
-    uint32_t synced_segment;      /* this process made this segment durable, */
-    uint64_t synced_bytes;        /* up to here */
-    const mls_progress *progress; /* stops scans, which hold `state`; or NULL */
+    uint32_t synced_segment;        /* this process made this segment durable, */
+    uint64_t synced_bytes;          /* up to here */
+    mls_prompt_damage_list removed; /* by the last lock */
+    const mls_progress *progress;   /* stops scans, which hold `state`; or NULL */
 };
 
 /* ---- prompt_segments.c ---- */
@@ -141,6 +142,15 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 const mls_crc_kernels *crc, unsigned char *header_buffer,
                                 size_t room, unsigned char **bytes,
                                 mls_prompt_header *out, mls_status *st);
+
+/* Append damage at `offset` of a segment, with the reason `text`; NULL: of a header whose
+ * record is lost. MLS_E_MEMORY. */
+mls_code mls_prompt_damage_add(mls_prompt_damage_list *list, uint32_t segment,
+                               uint64_t offset, const char *text, mls_status *st);
+
+/* Return whether the place at `offset` of a segment has an empty header: a put begins
+ * there that has not ended, because headers are written when all payloads are. */
+bool mls_prompt_is_unfinished(int fd, uint64_t offset);
 
 /* Bytes of invalid long headers that a scan of `length` bytes may read. A hostile segment
  * can claim a long header at each place; behind this limit they count as damage
@@ -285,6 +295,12 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
  * segment depends; nothing is evicted. Failures are ignored, since no record is lost,
  * but for MLS_E_STOPPED of `progress` (may be NULL). */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes,
+                            const mls_progress *progress, mls_status *st);
+
+/* Copy the live records of the segments with the `count` numbers to the newest one, and
+ * delete them. MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE, MLS_E_STOPPED: the segments from the
+ * one that failed on are as before. */
+mls_code mls_prompt_rewrite(mls_prompt_log *log, const uint32_t *numbers, size_t count,
                             const mls_progress *progress, mls_status *st);
 
 /* Append notes, durably. Errors as mls_prompt_append_commit; nothing changed then. */

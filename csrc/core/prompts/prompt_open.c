@@ -248,6 +248,7 @@ void mls_prompt_log_free(mls_prompt_log *log)
     mls_prompt_log_clear(log);
     mls_prompt_unlock_state(log);
     mls_free(log->segments);
+    mls_free(log->removed.damage);
     const int descriptors[] = {log->folder, log->store, log->used};
     for (size_t i = 0; i < sizeof descriptors / sizeof descriptors[0]; i++) {
         if (descriptors[i] >= 0) {

@@ -374,6 +374,24 @@ static mls_code compact_all(const compaction *c, bool newest_too, mls_status *st
     return code;
 }
 
+/* Compact the segments that are still listed, and save the index file. */
+mls_code mls_prompt_rewrite(mls_prompt_log *log, const uint32_t *numbers, size_t count,
+                            const mls_progress *progress, mls_status *st)
+{
+    const compaction c = {log, mls_prompt_segment_limit(UINT64_MAX), progress};
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        mls_prompt_lock_state(log);
+        const bool is_listed = mls_prompt_segment_find(log, numbers[i]) != NULL;
+        mls_prompt_unlock_state(log);
+        code = is_listed ? compact_segment(&c, numbers[i], st) : MLS_OK;
+    }
+    mls_prompt_lock_state(log);
+    code = code == MLS_OK ? mls_prompt_index_save(log, st) : code;
+    mls_prompt_unlock_state(log);
+    return code;
+}
+
 /* Compact mostly dead segments, and save or pack the index if that pays. The newest
  * segment is not compacted: it still grows. If the file `used` is half full, apply and
  * empty it. */

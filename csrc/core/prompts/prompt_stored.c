@@ -7,6 +7,7 @@
 #include "io/file.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <unistd.h>
 
 enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
@@ -82,6 +83,33 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     }
     *effort -= code != MLS_OK && is_long ? length : 0;
     return code;
+}
+
+mls_code mls_prompt_damage_add(mls_prompt_damage_list *list, uint32_t segment,
+                               uint64_t offset, const char *text, mls_status *st)
+{
+    mls_prompt_damage *damage =
+        mls_grow(list->damage, list->count, &list->room, sizeof *damage);
+    if (damage == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to report damage");
+    }
+    list->damage = damage;
+    damage[list->count] = (mls_prompt_damage){.segment = segment, .offset = offset};
+    snprintf(damage[list->count].text, sizeof damage[list->count].text, "%s",
+             text != NULL
+                 ? text
+                 : "a header is damaged, or its put was killed: the record is lost");
+    list->count++;
+    return MLS_OK;
+}
+
+bool mls_prompt_is_unfinished(int fd, uint64_t offset)
+{
+    static const unsigned char empty[MLS_PROMPT_FIXED];
+    unsigned char bytes[MLS_PROMPT_FIXED];
+    mls_status ignored;
+    return mls_file_read_at(fd, bytes, sizeof bytes, offset, &ignored) != MLS_OK ||
+           memcmp(bytes, empty, sizeof empty) == 0;
 }
 
 /* Return the first place from `at` on, in steps of the unit, that may have data; `end` if

@@ -1,5 +1,9 @@
 /* prompt_verify: walks over all records to list, count or verify them, and removes the
- * damaged ones (repair). */
+ * damaged ones (repair).
+ *
+ * A record with a damaged header has no entry, unless the index file has it. So segments
+ * are verified too: each must have a valid header at its start and behind each record.
+ */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
@@ -10,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 enum { STEP = 256 << 10 };
 
@@ -156,33 +161,136 @@ mls_code mls_prompt_list(mls_prompt_log *log,
 /* One verification. */
 typedef struct verification {
     mls_prompt_log *log;
-    mls_prompt_damage *damage;
+    mls_prompt_entry *entries; /* sorted by compare_entries */
+    size_t entry_count;
+    mls_prompt_damage_list found;
     mls_prompt_note *notes; /* to remove the damaged records */
-    size_t count, damage_room, note_room;
+    uint32_t *segments;     /* numbers of those with a damaged header */
+    size_t note_count, segment_count, note_room, segment_room;
     unsigned char *buffer;
     const mls_progress *progress;
 } verification;
 
 /* Append the damage of an entry's record, with the reason `text`, and the note that
  * removes it. MLS_E_MEMORY. */
-static mls_code report_damage(verification *v, const mls_prompt_entry *entry,
+static mls_code report_record(verification *v, const mls_prompt_entry *entry,
                               const char *text, mls_status *st)
 {
-    mls_prompt_damage *damage =
-        mls_grow(v->damage, v->count, &v->damage_room, sizeof *damage);
-    v->damage = damage != NULL ? damage : v->damage;
-    mls_prompt_note *notes = mls_grow(v->notes, v->count, &v->note_room, sizeof *notes);
-    v->notes = notes != NULL ? notes : v->notes;
-    if (damage == NULL || notes == NULL) {
+    mls_prompt_note *notes =
+        mls_grow(v->notes, v->note_count, &v->note_room, sizeof *notes);
+    if (notes == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to report damage");
     }
-    v->notes[v->count] = (mls_prompt_note){
+    v->notes = notes;
+    notes[v->note_count++] = (mls_prompt_note){
         .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
-    mls_prompt_damage *last = &v->damage[v->count++];
-    *last = (mls_prompt_damage){.segment = entry->segment,
-                                .offset = mls_prompt_entry_offset(entry)};
-    snprintf(last->text, sizeof last->text, "%s", text);
+    return mls_prompt_damage_add(&v->found, entry->segment,
+                                 mls_prompt_entry_offset(entry), text, st);
+}
+
+/* Note that a segment has a damaged header at `offset`, and append the damage unless an
+ * entry has its record there, which is verified itself. MLS_E_MEMORY. */
+static mls_code report_header(verification *v, uint32_t segment, uint64_t offset,
+                              mls_status *st)
+{
+    const mls_prompt_entry place = {.segment = segment,
+                                    .place = (uint32_t)(offset / MLS_PROMPT_UNIT)};
+    const size_t last = v->segment_count;
+    if (last == 0 || v->segments[last - 1] != segment) {
+        uint32_t *segments =
+            mls_grow(v->segments, last, &v->segment_room, sizeof *segments);
+        if (segments == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory to report damage");
+        }
+        v->segments = segments;
+        segments[v->segment_count++] = segment;
+    }
+    const bool has_entry =
+        v->entry_count > 0 && bsearch(&place, v->entries, v->entry_count, sizeof place,
+                                      compare_entries) != NULL;
+    return has_entry ? MLS_OK
+                     : mls_prompt_damage_add(&v->found, segment, offset, NULL, st);
+}
+
+/* Report the places of the segment `file` that must have a valid header, and do not.
+ * What follows the last valid header of the newest segment may be a put that has not
+ * ended; so it is read twice. Errors as mls_prompt_header_search. */
+static mls_code verify_headers(verification *v, uint32_t number, bool is_newest,
+                               const mls_prompt_file *file, mls_status *st)
+{
+    const mls_crc_kernels *crc = v->log->crc;
+    struct stat info;
+    bool is_second = false;
+    if (fstat(file->fd, &info) != 0) {
+        return mls_fail_os(st, errno, "cannot examine a segment");
+    }
+    const uint64_t length = (uint64_t)info.st_size;
+    uint64_t effort = mls_prompt_effort(length), next = 0;
+    for (uint64_t at = MLS_PROMPT_FILE_HEAD;
+         length > at && length - at >= MLS_PROMPT_FIXED;) {
+        unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
+        mls_prompt_header header;
+        mls_code code = mls_prompt_header_search(file->fd, at, length, crc, &effort,
+                                                 v->progress, &next, st);
+        const bool is_tail = code == MLS_OK && next == 0;
+        if (is_tail && is_newest &&
+            (!is_second || mls_prompt_is_unfinished(file->fd, at))) {
+            if (is_second) {
+                return MLS_OK;
+            }
+            is_second = true;
+            continue;
+        }
+        if (code == MLS_OK && next != at) {
+            code = report_header(v, number, at, st);
+        }
+        if (code != MLS_OK || is_tail) {
+            return code;
+        }
+        code = mls_prompt_header_read(file->fd, next, length - next, crc, header_buffer,
+                                      sizeof header_buffer, &bytes, &header, st);
+        if (bytes != header_buffer) {
+            mls_free(bytes);
+        }
+        if (code != MLS_OK) { /* the writer has cut the file meanwhile */
+            return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT ? MLS_OK : code;
+        }
+        at = next + header.record_bytes;
+    }
     return MLS_OK;
+}
+
+/* Verify the headers of all segments. A segment that is gone was compacted by another
+ * process; damage that no read passes is reported with its entries. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_STOPPED. */
+static mls_code verify_segments(verification *v, mls_status *st)
+{
+    mls_prompt_log *log = v->log;
+    mls_code code = MLS_OK;
+    uint32_t number = 0;
+    for (bool is_done = false; code == MLS_OK && !is_done;) {
+        mls_prompt_file *file = NULL;
+        mls_prompt_lock_state(log);
+        size_t i = 0;
+        while (i < log->segment_count && log->segments[i].number <= number) {
+            i++;
+        }
+        is_done = i == log->segment_count;
+        if (!is_done) {
+            number = log->segments[i].number;
+            code = mls_prompt_segment_hold(log, &log->segments[i], &file, st);
+        }
+        const bool is_newest = number == log->highest;
+        mls_prompt_unlock_state(log);
+        if (file != NULL) {
+            code = verify_headers(v, number, is_newest, file, st);
+        }
+        if (code != MLS_OK && !is_system_error(code, st)) {
+            code = MLS_OK;
+        }
+        mls_prompt_file_release(file);
+    }
+    return code;
 }
 
 /* Read the record of an entry and report it if it is damaged. A segment that is gone was
@@ -206,7 +314,7 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
     if (code == MLS_OK || is_gone) {
         return MLS_OK;
     }
-    return is_system_error(code, st) ? code : report_damage(v, entry, st->text, st);
+    return is_system_error(code, st) ? code : report_record(v, entry, st->text, st);
 }
 
 /* Verify all records, and remove the damaged ones with `repair`. The log is not locked
@@ -214,26 +322,36 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st)
 {
-    mls_prompt_entry *entries = NULL;
-    size_t entry_count = 0;
     verification v = {.log = log, .progress = progress, .buffer = mls_alloc(STEP, 1)};
     mls_code code = v.buffer == NULL
                         ? mls_fail(st, MLS_E_MEMORY, "no memory to verify a store")
-                        : copy_entries(log, &entries, &entry_count, st);
-    for (size_t i = 0; code == MLS_OK && i < entry_count; i++) {
-        code = verify_entry(&v, &entries[i], st);
+                        : copy_entries(log, &v.entries, &v.entry_count, st);
+    for (size_t i = 0; code == MLS_OK && i < v.entry_count; i++) {
+        code = verify_entry(&v, &v.entries[i], st);
     }
-    if (code == MLS_OK && repair && v.count > 0) {
-        code = mls_prompt_write_notes(log, v.notes, v.count, st);
+    if (code == MLS_OK) {
+        code = verify_segments(&v, st);
     }
-    mls_free(entries);
+    for (size_t i = 0; code == MLS_OK && repair && i < log->removed.count; i++) {
+        const mls_prompt_damage *each = &log->removed.damage[i];
+        code =
+            mls_prompt_damage_add(&v.found, each->segment, each->offset, each->text, st);
+    }
+    if (code == MLS_OK && repair && v.note_count > 0) {
+        code = mls_prompt_write_notes(log, v.notes, v.note_count, st);
+    }
+    if (code == MLS_OK && repair && v.segment_count > 0) {
+        code = mls_prompt_rewrite(log, v.segments, v.segment_count, progress, st);
+    }
+    mls_free(v.entries);
+    mls_free(v.segments);
     mls_free(v.buffer);
     mls_free(v.notes);
     if (code == MLS_OK) {
-        *out = v.damage;
-        *count = v.count;
+        *out = v.found.damage;
+        *count = v.found.count;
     } else {
-        mls_free(v.damage);
+        mls_free(v.found.damage);
     }
     return code;
 }

@@ -33,6 +33,41 @@ static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, in
     return reason;
 }
 
+/* Sync the newest segment of the list, without the lock of the writer: one that appends
+ * to another segment has synced this one, and so has one that compacted and deleted it.
+ */
+mls_code mls_prompt_sync(mls_prompt_log *log, mls_status *st)
+{
+    mls_prompt_file *file = NULL;
+    mls_prompt_segment newest = {.number = 0};
+    mls_code code = MLS_OK;
+    mls_prompt_lock_state(log);
+    if (log->segment_count > 0) {
+        newest = log->segments[log->segment_count - 1];
+        code = mls_prompt_segment_hold(log, &log->segments[log->segment_count - 1], &file,
+                                       st);
+        code = code == MLS_E_IO && st->os_error == ENOENT ? MLS_OK : code;
+    }
+    const bool is_synced =
+        newest.number == log->synced_segment && newest.bytes == log->synced_bytes;
+    mls_prompt_unlock_state(log);
+    if (file != NULL && !is_synced) {
+        int reason = mls_file_sync(file->fd);
+        reason = reason == 0 ? mls_folder_sync(log->folder) : reason;
+        code = reason == 0
+                   ? MLS_OK
+                   : mls_fail_os(st, reason, "cannot make stored prompts durable");
+    }
+    if (file != NULL && code == MLS_OK) {
+        mls_prompt_lock_state(log);
+        log->synced_segment = newest.number;
+        log->synced_bytes = newest.bytes;
+        mls_prompt_unlock_state(log);
+    }
+    mls_prompt_file_release(file);
+    return code;
+}
+
 /* Cut the bytes after the last complete record off the newest segment, which a killed
  * writer left, and make its records durable. Does nothing without a segment. MLS_E_IO. */
 static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
@@ -47,9 +82,12 @@ static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
     const int fd =
         openat(log->folder, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     int reason = fd < 0 || fstat(fd, &info) != 0 ? errno : 0;
-    if (reason == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size > newest->bytes &&
-        ftruncate(fd, (off_t)newest->bytes) != 0) {
-        reason = errno;
+    if (reason == 0 && S_ISREG(info.st_mode) && (uint64_t)info.st_size > newest->bytes) {
+        if (!mls_prompt_is_unfinished(fd, newest->bytes)) {
+            (void)mls_prompt_damage_add(&log->removed, newest->number, newest->bytes,
+                                        NULL, st); /* a report is not worth a failure */
+        }
+        reason = ftruncate(fd, (off_t)newest->bytes) != 0 ? errno : 0;
     }
     reason = reason == 0 ? sync_newest(log, newest, fd) : reason;
     if (fd >= 0) {
@@ -95,8 +133,10 @@ typedef struct note_list {
     size_t count, room;
 } note_list;
 
-/* Append a note that deletes the record of an entry. MLS_E_MEMORY. */
-static mls_code add_deletion(note_list *list, const mls_prompt_entry *entry,
+/* Append a note that deletes the record of an entry, and its damage, with the reason
+ * `text`. MLS_E_MEMORY. */
+static mls_code add_deletion(mls_prompt_log *log, note_list *list,
+                             const mls_prompt_entry *entry, const char *text,
                              mls_status *st)
 {
     mls_prompt_note *notes =
@@ -107,7 +147,8 @@ static mls_code add_deletion(note_list *list, const mls_prompt_entry *entry,
     list->notes = notes;
     notes[list->count++] = (mls_prompt_note){
         .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
-    return MLS_OK;
+    return mls_prompt_damage_add(&log->removed, entry->segment,
+                                 mls_prompt_entry_offset(entry), text, st);
 }
 
 /* Append a deletion to `out` for each damaged record of the last put. Does nothing if no
@@ -131,7 +172,7 @@ static mls_code list_damage_of_last_put(mls_prompt_log *log, note_list *out,
                 ? check_record(log, entry, file->fd, segment->bytes, buffer, st)
                 : MLS_OK;
         if (result == MLS_E_CHECKSUM || result == MLS_E_FORMAT) {
-            code = add_deletion(out, entry, st);
+            code = add_deletion(log, out, entry, st->text, st);
         } else if (result == MLS_E_STOPPED) {
             code = result;
         }
@@ -247,6 +288,7 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
         return *busy ? MLS_OK : mls_fail_os(st, reason, "cannot lock the prompt store");
     }
     mls_prompt_lock_state(log);
+    log->removed.count = 0;
     mls_code code = prepare_writing(log, st);
     log->is_writing = true;
     mls_prompt_unlock_state(log);

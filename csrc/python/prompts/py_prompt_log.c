@@ -688,6 +688,24 @@ static int read_changes(const mlspy_state *state, mlspy_prompt_log *self,
     return code == MLS_OK ? 0 : -1;
 }
 
+/* sync(): make the records of other processes durable. */
+static PyObject *log_sync(mlspy_prompt_log *self, PyObject *unused)
+{
+    (void)unused;
+    mls_status st;
+    mls_code code;
+    if (begin_call(self) == NULL) {
+        return NULL;
+    }
+    MLSPY_WITHOUT_GIL(code = mls_prompt_sync(self->log, &st));
+    raise_failure(mlspy_state_of_type(Py_TYPE(self)), code, &st, self->path);
+    end_call(self);
+    if (code != MLS_OK) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* Return a list of (name of the segment, offset, text) for `count` damaged records. */
 static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
 {
@@ -876,6 +894,7 @@ static PyMethodDef log_methods[] = {
                  "extras=b'', /"),
     MLSPY_METHOD(log, mark, METH_FASTCALL, "match, records, operation, timeout, /"),
     MLSPY_METHOD(log, prune, METH_FASTCALL, "max_bytes, timeout, /"),
+    MLSPY_METHOD(log, sync, METH_NOARGS, "/"),
     MLSPY_METHOD(log, verify, METH_NOARGS, "/"),
     MLSPY_METHOD(log, repair, METH_O, "timeout, /"),
     MLSPY_METHOD(log, records, METH_NOARGS, "/"),

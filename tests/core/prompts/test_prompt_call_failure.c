@@ -79,3 +79,20 @@ TEST(failing_calls_are_reported_by_matches_and_writers)
     check_call("openat", put_once, "cannot append to segment-00000001");
     mls_prompt_log_free(log_of_test);
 }
+
+static mls_code sync_records(mls_status *st)
+{
+    return mls_prompt_sync(log_of_test, st);
+}
+
+TEST(records_of_another_process_are_synced)
+{
+    log_of_test = open_log();
+    CHECK(sync_records(&status) == MLS_OK); /* there are none */
+    mls_prompt_log *other = open_log();
+    CHECK(put_blocks(other, 1, 1) == 1 && stored_tokens(log_of_test, 1) == 4);
+    check_call("fsync", sync_records, "cannot make stored prompts durable");
+    CHECK(log_of_test->synced_segment == 1); /* and not once more */
+    mls_prompt_log_free(other);
+    mls_prompt_log_free(log_of_test);
+}

@@ -56,6 +56,54 @@ TEST(records_behind_the_end_of_a_segment_are_damaged)
     mls_prompt_log_free(log);
 }
 
+/* Verify the log, and return the offset of the only damage; 0: there is none. */
+static uint64_t damaged_offset(mls_prompt_log *log, bool repair)
+{
+    mls_prompt_damage *damage = NULL;
+    size_t count = 0;
+    CHECK(mls_prompt_verify(log, repair, NULL, &damage, &count, &status) == MLS_OK);
+    CHECK(count <= 1);
+    const uint64_t offset = count > 0 ? damage[0].offset : 0;
+    mls_free(damage);
+    return offset;
+}
+
+TEST(damaged_headers_without_an_entry_are_found_and_removed)
+{
+    mls_prompt_log *log = open_log();
+    bool busy = true;
+    CHECK(put_blocks(log, 1, 3) == 3);
+    const uint64_t first = log->index.entries[0].place * (uint64_t)MLS_PROMPT_UNIT;
+    mls_prompt_log_free(log);
+    flip_byte(segment_path(1), (size_t)first + 40); /* in its key */
+    log = open_log();
+    CHECK(damaged_offset(log, false) == first && stored_tokens(log, 1) == 0);
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(damaged_offset(log, true) == first); /* a new segment has the others */
+    mls_prompt_unlock(log);
+    CHECK(damaged_offset(log, false) == 0 && access(segment_path(1), F_OK) != 0);
+    CHECK(put_blocks(log, 1, 1) == 1 && stored_tokens(log, 1) == 12);
+    mls_prompt_log_free(log);
+}
+
+/* The writer cuts what follows the last valid header of the newest segment. */
+TEST(a_damaged_last_header_is_found_and_reported_by_the_repair_that_cuts_it)
+{
+    mls_prompt_log *log = open_log();
+    bool busy = true;
+    CHECK(put_blocks(log, 1, 2) == 2);
+    const uint64_t last = log->index.entries[1].place * (uint64_t)MLS_PROMPT_UNIT;
+    mls_prompt_log_free(log);
+    flip_byte(segment_path(1), (size_t)last);
+    log = open_log();
+    CHECK(damaged_offset(log, false) == last && stored_tokens(log, 1) == 4);
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(damaged_offset(log, true) == last && file_bytes(segment_path(1)) == last);
+    mls_prompt_unlock(log);
+    CHECK(damaged_offset(log, false) == 0);
+    mls_prompt_log_free(log);
+}
+
 /* Without descriptors, a repair must not remove healthy records. */
 TEST(too_many_open_files_are_no_damage)
 {

@@ -39,6 +39,7 @@ FAILING(int, faccessat, (int folder, const char *name, int mode, int flags), fol
 FAILING(int, fallocate, (int fd, int mode, off_t offset, off_t bytes), fd, mode, offset,
         bytes)
 FAILING(int, fchown, (int fd, uid_t owner, gid_t group), fd, owner, group)
+FAILING(int, fsync, (int fd), fd)
 FAILING(int, fstat, (int fd, struct stat *info), fd, info)
 FAILING(int, fstatat, (int folder, const char *name, struct stat *info, int flags),
         folder, name, info, flags)
