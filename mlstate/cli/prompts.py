@@ -121,7 +121,10 @@ def _print_damage(
     columns = ["file", "offset", "damage"]
     table = Table(f"{arguments.path}: {summary}", columns, damage)
     facts = {"path": arguments.path, "damage": table.data(damage="text")}
-    return print_result(arguments, facts, [table], status)
+    lines: list[str | Table] = [table]
+    if status:
+        lines.append("to recover: mlstate prompts repair removes it; put these prompts again")
+    return print_result(arguments, facts, lines, status)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.report import Table
+from .._common.text import shorten
 from ..errors import FormatError
 from ._match import SNAPSHOT, Head, head_of
 from ._prompt import shown_extras
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = ["prompt", "model", "tokens [n]", "ends with", "bytes [B]", "pinned"]
 _DIGITS = 12  # of a key, in tables
+_LABEL = 40  # characters of a model's name, in tables
 
 
 class _Record(NamedTuple):
@@ -47,6 +49,7 @@ class StoredPrompt(NamedTuple):
     pinned: bool
     last_used: int  # on the clock of the store: the larger, the later
     head: Head | None  # of the first record that has one
+    is_whole: bool  # else damage or an eviction removed its first tokens: no match finds it
 
     def tokens(self) -> list[int]:
         """Return all token ids."""
@@ -58,6 +61,7 @@ class StoredPrompt(NamedTuple):
             "prompt": self.key,
             "fingerprint": f"sha256:{self.fingerprint}",
             "model": self.model,
+            "whole": self.is_whole,
             "tokens": self.length,
             "extra": self.extra,
             "kind": self.kind,
@@ -70,7 +74,14 @@ class StoredPrompt(NamedTuple):
 def prompt_table(title: str, prompts: list[StoredPrompt]) -> Table:
     """Return a row for each prompt, with the number of its extras if one has some."""
     rows = [
-        (p.key[:_DIGITS], p.model, p.length, p.kind, p.nbytes, "yes" if p.pinned else "no")
+        (
+            p.key[:_DIGITS],
+            shorten(p.model, _LABEL) if p.is_whole else "its first tokens are lost",
+            p.length,
+            p.kind,
+            p.nbytes,
+            "yes" if p.pinned else "no",
+        )
         for p in prompts
     ]
     if not any(p.extra for p in prompts):
@@ -117,6 +128,7 @@ def _prompt_of(tip: _Record, records: dict[bytes, _Record], path: str) -> Stored
         pinned=tip.pinned,
         last_used=tip.last_used,
         head=head,
+        is_whole=chain[-1].end == len(chain[-1].token_ids),
     )
 
 

@@ -69,9 +69,30 @@ def test_damage_is_found_and_removed(run, run_json, folder):
     assert data["damage"][0]["file"].startswith("segment")
     status, lines, _ = run("prompts", "verify", "store")
     assert status == 1 and lines[0] == "store: damaged"
+    assert lines[-1].startswith("to recover: mlstate prompts repair ")
     assert run("prompts", "repair", "store")[1][0] == "store: 1 damaged record removed"
     assert run("prompts", "verify", "store")[0] == 0
     assert run("prompts", "ls", "store")[1][0].startswith("store: 2 prompts, ")
+
+
+def test_a_prompt_that_lost_its_first_block_matches_when_it_is_put_again(
+    run, run_json, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    before = prefilled(FULL, TOKENS)
+    with store_at(tmp_path) as store:
+        store.put(TOKENS, before)
+    flip(tmp_path, np.ascontiguousarray(before.ordered("0.keys")[0, 0, 5]).tobytes())
+    assert run("prompts", "repair", "store")[1][0] == "store: 1 damaged record removed"
+    _, data = run_json("prompts", "ls", "store")
+    assert [(each["tokens"], each["whole"]) for each in data["prompts"]] == [(84, False)]
+    assert "its first tokens are lost" in run("prompts", "ls", "store")[1][2]
+    with store_at(tmp_path) as store:
+        with store.match(TOKENS) as match:
+            assert match.length == 0
+        assert store.put(TOKENS, before) == 100
+    _, data = run_json("prompts", "ls", "store")
+    assert [(each["tokens"], each["whole"]) for each in data["prompts"]] == [(100, True)]
 
 
 def test_prune_keeps_pins(run, run_json, folder):
