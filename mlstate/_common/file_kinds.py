@@ -364,7 +364,7 @@ _FOLDERS = (
     (r"^model_index\.json$", "diffusers"),
     (r"\A(?!.*^\.metadata$).*\.distcp$", "DCP without metadata"),
     (r"^blobs$.*^snapshots$", "Hub cache"),
-    (r"^segment-\d+$.*^store$", "prompt store"),
+    (r"^segment-\d+$.*^store$|\A(?:index\n)?store(?:\nused)?\Z", "prompt store"),
 )
 _STEP = r"(?:(?:global_?step|checkpoint|ckpt|step|iter|epoch)[-_=]?)?[0-9]+"
 _READ_SUFFIXES = (".safetensors", ".npz", ".pt", ".pth", ".bin", ".ckpt")

@@ -61,6 +61,14 @@ def test_digests_of_images_are_listed_and_shown(run, run_json, tmp_path, monkeyp
     assert f"extra of token 40: sha256:{digest}" in lines
 
 
+def test_commands_for_checkpoints_name_the_command_for_a_store(refused, folder):
+    with store_at(folder / "empty"):
+        pass
+    for command in ("verify", "inspect"):
+        for path in ("store", "empty/store"):
+            assert "it is a store of prompts" in refused(command, path)
+
+
 def test_damage_is_found_and_removed(run, run_json, folder):
     assert run("prompts", "verify", "store")[:2] == (0, ["store: good"])
     flip(folder, np.random.default_rng(0).random((1, 3, 5)).astype(np.float32).tobytes())
