@@ -41,12 +41,15 @@ _REMEDY = (
     "To recover from damage, copy or download the file again, or load an older step by step=N; "
     "`mlstate verify PATH` lists all damage"
 )
+# Texts that name the remedy, such as "download it again", or are not about damage.
+_TOLD = (" again", ": delete it", ": update mlstate", "not a prompt store", "not a regular file")
 
 
 def _add_remedy(self: FormatError, *args: object, **fields: object) -> None:
     """Create an error of a file; a note tells how to recover from damage if the text does not."""
     _set_fields(self, *args, **fields)
-    if " again" not in str(self):  # such as "download it again"
+    text = str(self)
+    if not any(words in text for words in _TOLD):
         self.add_note(_REMEDY)
 
 

@@ -107,7 +107,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
     """
     with _open_log(arguments.path) as log:
         damage = log.repair(check_timeout(arguments.lock_timeout))
-    text = f"{count_text(len(damage), 'damaged record')} removed"
+    text = f"{count_text(len(damage), 'problem')} repaired"
     return _print_damage(arguments, damage, text, 0)
 
 
@@ -123,7 +123,8 @@ def _print_damage(
     facts = {"path": arguments.path, "damage": table.data(damage="text")}
     lines: list[str | Table] = [table]
     if status:
-        lines.append("to recover: mlstate prompts repair removes it; put these prompts again")
+        text = "mlstate prompts repair removes what is damaged; put, and pin, these prompts again"
+        lines.append(f"to recover: {text}")
     return print_result(arguments, facts, lines, status)
 
 
@@ -138,4 +139,6 @@ def run_prune(arguments: argparse.Namespace) -> int:
         freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
     facts = {"path": arguments.path, "freed_bytes": freed, **stats}
     size = f"{bytes_text(freed)} freed, {bytes_text(stats['disk_bytes'])} on disk"
-    return print_result(arguments, facts, [f"{arguments.path}: {size}"])
+    is_over = most is not None and stats["disk_bytes"] > most
+    more = "; the rest is pinned, or a file that it shares is" if is_over else ""
+    return print_result(arguments, facts, [f"{arguments.path}: {size}{more}"])

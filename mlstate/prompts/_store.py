@@ -71,10 +71,11 @@ class PromptStore:
     spec : CacheSpec, optional
         The entries of the caches. Default: the entries of the first cache.
     block_tokens : int
-        Tokens of a block, up to 65,536. Prompts share whole blocks.
+        Tokens of a block, up to 65,536. Prompts share whole blocks; pass the same number each
+        time, since blocks of other sizes do not match.
     max_bytes : int or str, optional
         Most bytes on disk, also as a size such as ``"100GB"``. A put deletes the least recently
-        used blocks first.
+        used blocks first. Pass it each time: the store does not keep it.
     adapters, hash_weights, salt
         As for `fingerprint`.
     model_type : str, optional

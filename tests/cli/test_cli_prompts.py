@@ -78,7 +78,7 @@ def test_damage_is_found_and_removed(run, run_json, folder):
     status, lines, _ = run("prompts", "verify", "store")
     assert status == 1 and lines[0] == "store: damaged"
     assert lines[-1].startswith("to recover: mlstate prompts repair ")
-    assert run("prompts", "repair", "store")[1][0] == "store: 1 damaged record removed"
+    assert run("prompts", "repair", "store")[1][0] == "store: 1 problem repaired"
     assert run("prompts", "verify", "store")[0] == 0
     assert run("prompts", "ls", "store")[1][0].startswith("store: 2 prompts, ")
 
@@ -91,7 +91,7 @@ def test_a_prompt_that_lost_its_first_block_matches_when_it_is_put_again(
     with store_at(tmp_path) as store:
         store.put(TOKENS, before)
     flip(tmp_path, np.ascontiguousarray(before.ordered("0.keys")[0, 0, 5]).tobytes())
-    assert run("prompts", "repair", "store")[1][0] == "store: 1 damaged record removed"
+    assert run("prompts", "repair", "store")[1][0] == "store: 1 problem repaired"
     _, data = run_json("prompts", "ls", "store")
     assert [(each["tokens"], each["whole"]) for each in data["prompts"]] == [(84, False)]
     assert "its first tokens are lost" in run("prompts", "ls", "store")[1][2]
@@ -103,7 +103,23 @@ def test_a_prompt_that_lost_its_first_block_matches_when_it_is_put_again(
     assert [(each["tokens"], each["whole"]) for each in data["prompts"]] == [(100, True)]
 
 
+def test_prompts_are_listed_by_their_last_use_in_any_process(run_json, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prompts = [TOKENS[:32], TOKENS[40:88], TOKENS[20:84]]
+    with store_at(tmp_path) as store:
+        for tokens in prompts:
+            store.put(tokens, prefilled(FULL, tokens))
+    with store_at(tmp_path) as store, store.match(prompts[0], full=True) as match:
+        assert match.length == 32
+    _, data = run_json("prompts", "ls", "store")
+    assert [each["tokens"] for each in data["prompts"]] == [32, 64, 48]
+
+
 def test_prune_keeps_pins(run, run_json, folder):
+    assert "the rest is pinned" in run("prompts", "prune", "store", "--max-bytes", "1KB")[1][0]
+    for each in (TOKENS[:40], TOKENS):
+        with store_at(folder) as store:
+            store.put(each, prefilled(HYBRID, each))
     status, data = run_json("prompts", "prune", "store", "--max-bytes", "1KB")
     assert status == 0 and data["freed_bytes"] > 0
     assert run("prompts", "ls", "store")[1][0].startswith("store: 1 prompt, ")

@@ -163,7 +163,7 @@ def test_a_record_that_another_process_pins_after_its_eviction_stays(tmp_path, s
         record = (0, BLOCK, b"", [np.ones(size, np.uint8)])
         return log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [record], max_bytes, 1.0)
 
-    for token, size in enumerate((10_000, 45_000, 45_000, 10_000, 10_000)):
+    for token, size in enumerate((6_000, 49_000, 45_000, 10_000, 10_000)):
         assert store(token, size, 1 << 20) == [1]
     assert match(log, [1] * BLOCK).length == BLOCK
     assert other.stats()["records"] == 5

@@ -24,7 +24,7 @@ from toy_caches import (
     store_at,
 )
 
-from mlstate.errors import CapacityError, CompatibilityError, StoreError
+from mlstate.errors import CapacityError, CompatibilityError, FormatError, StoreError
 from mlstate.kv import CacheEntry, CacheSpec, CacheState, KVState, RollingKVState
 from mlstate.prompts import Match, PromptStore
 
@@ -630,6 +630,55 @@ def test_verify_names_damage_and_repair_removes_it(store, tmp_path):
     assert len(store.repair()) == 1 and store.verify() == []
     with store.match(TOKENS) as match:
         assert match.length == 32
+
+
+def test_a_put_after_a_repair_finds_room_for_a_pinned_prompt(tmp_path):
+    """The bytes of the removed record count until its file is written anew."""
+    before = distinct(FULL, TOKENS)
+    with store_at(tmp_path) as store:
+        store.put(TOKENS, before)
+        assert store.pin(TOKENS) == 100
+        size = store.stats()["disk_bytes"]
+    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 40]).tobytes())
+    with store_at(tmp_path, max_bytes=size + 2000) as store:
+        assert len(store.repair()) == 1
+        assert store.put(TOKENS, before) == 100 and store.stats()["disk_bytes"] <= size + 2000
+        assert store.stats()["pinned"] == 1
+
+
+def test_damage_of_a_pinned_record_asks_to_pin_again(tmp_path):
+    before = distinct(FULL, TOKENS)
+    with store_at(tmp_path) as store:
+        store.put(TOKENS, before)
+        store.pin(TOKENS)
+    flip(tmp_path, np.ascontiguousarray(before.arrays["0.keys"][0, 0, 99]).tobytes())
+    with store_at(tmp_path) as store:
+        ((_, _, text),) = store.repair()
+        assert text.endswith("it was pinned: pin it again") and store.stats()["pinned"] == 0
+
+
+@pytest.mark.parametrize("offset", [0, 8, 12, 16, 30, 35])
+def test_a_damaged_head_of_the_store_is_mended(tmp_path, offset):
+    with store_at(tmp_path) as store:
+        store.put(TOKENS, distinct(FULL, TOKENS))
+    path = tmp_path / "store" / "store"
+    good = path.read_bytes()
+    path.write_bytes(good[:offset] + bytes([good[offset] ^ 1]) + good[offset + 1 :])
+    with store_at(tmp_path) as store:
+        assert store.verify() == [("store", 0, "the first 64 bytes are damaged")]
+        with store.match(TOKENS, full=True) as match:
+            assert match.length == 100
+        assert store.repair() == [("store", 0, "the first 64 bytes are damaged")]
+        assert store.verify() == []
+    assert path.read_bytes() == good
+
+
+def test_a_store_without_any_head_is_refused(tmp_path):
+    with store_at(tmp_path):
+        pass
+    (tmp_path / "store" / "store").write_bytes(bytes(64))
+    with pytest.raises(FormatError):
+        store_at(tmp_path)
 
 
 def test_a_flip_that_shortens_a_match_is_found_and_repaired(tmp_path):

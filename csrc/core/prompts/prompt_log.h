@@ -92,8 +92,8 @@ typedef struct mls_prompt_hit {
 
 /* A damaged record, or a damaged header whose record is lost. */
 typedef struct mls_prompt_damage {
-    uint32_t segment;          /* number of its segment */
-    uint64_t offset;           /* of the record in it */
+    uint32_t segment;          /* number of its segment; 0: the file `store` */
+    uint64_t offset;           /* of the record in it; 0: the head of the file */
     char text[MLS_TEXT_BYTES]; /* the reason */
 } mls_prompt_damage;
 

@@ -69,6 +69,8 @@ struct mls_prompt_log {
     uint32_t tail_segment; /* that has the first record of the last put; 0: unknown */
     uint64_t tail_offset;  /* of that record in it */
     uint64_t index_bytes;  /* length of the index file */
+    int64_t used_applied;  /* bytes of `used` whose uses the index has */
+    bool has_damaged_head; /* of `store`: the segments gave the id */
     uint32_t synced_segment;        /* this process made this segment durable, */
     uint64_t synced_bytes;          /* up to here */
     mls_prompt_damage_list removed; /* by the last lock */
@@ -103,6 +105,14 @@ DIR *mls_prompt_folder_list(const mls_prompt_log *log, mls_status *st);
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st);
 
+/* Return whether the head of segment `number`, open as `fd`, is undamaged. */
+bool mls_prompt_segment_has_head(const mls_prompt_log *log, uint32_t number, int fd);
+
+/* Copy the id of the store from the head of segment `number` to `id`. MLS_E_IO;
+ * MLS_E_FORMAT: the head is damaged. */
+mls_code mls_prompt_segment_id(const mls_prompt_log *log, uint32_t number,
+                               unsigned char *id, mls_status *st);
+
 /* Open a segment unless it is open, and set `*out` to it for the caller, who calls
  * mls_prompt_file_release. MLS_E_IO (ENOENT: it was removed); MLS_E_FORMAT: it is not a
  * segment of this log; MLS_E_MEMORY. */
@@ -130,6 +140,11 @@ void mls_prompt_log_clear(mls_prompt_log *log);
 /* Create the next segment, durably, as the last of the list. The caller is the writer.
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE: no segment numbers are left. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
+
+/* ---- prompt_open.c ---- */
+
+/* Write the head of `store` again. The caller has its lock. MLS_E_IO. */
+mls_code mls_prompt_store_mend(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_stored.c: without a lock ---- */
 
@@ -309,6 +324,9 @@ mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *note
 
 /* Return the bytes of all files except `used`, which is short. */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log);
+
+/* Set the last uses that other processes noted; failures are ignored. */
+void mls_prompt_apply_uses(mls_prompt_log *log);
 
 /* Append the key of a used record to the file `used`; failures are ignored. */
 void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key);

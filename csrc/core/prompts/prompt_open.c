@@ -170,8 +170,26 @@ static mls_code open_store(mls_prompt_log *log, mls_status *st)
                : mls_fail(st, MLS_E_FORMAT, "`store` is not a regular file");
 }
 
+/* Take the log's id from the segments, because the head of `store` is damaged. Fails
+ * as `st` does already if no segment has an undamaged head. */
+static mls_code read_segments(mls_prompt_log *log, mls_status *st)
+{
+    uint32_t *numbers = NULL;
+    size_t count = 0;
+    mls_status other;
+    mls_code code = mls_prompt_segments_list(log, false /* delete nothing */, &numbers,
+                                             &count, &other);
+    for (size_t i = 0; code == MLS_OK && !log->has_damaged_head && i < count; i++) {
+        log->has_damaged_head =
+            mls_prompt_segment_id(log, numbers[i], log->id, &other) == MLS_OK;
+    }
+    mls_free(numbers);
+    return log->has_damaged_head ? MLS_OK : st->code;
+}
+
 /* Read the head of `store`, and set the log's id. MLS_E_IO; MLS_E_FORMAT: it is damaged,
- * of a newer version or no store. */
+ * of a newer version or no store, and no segment
+ * has the id. */
 static mls_code read_store(mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
@@ -183,6 +201,18 @@ static mls_code read_store(mls_prompt_log *log, mls_status *st)
     if (code == MLS_OK) {
         memcpy(log->id, head.id, sizeof head.id);
     }
+    return code == MLS_E_FORMAT ? read_segments(log, st) : code;
+}
+
+mls_code mls_prompt_store_mend(mls_prompt_log *log, mls_status *st)
+{
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head = {.number = 0};
+    memcpy(head.id, log->id, sizeof head.id);
+    mls_prompt_head_write(bytes, letters, &head, log->crc);
+    mls_store_le32(bytes + MLS_PROMPT_HINT, log->highest);
+    const mls_code code = mls_file_write_at(log->store, bytes, sizeof bytes, 0, st);
+    log->has_damaged_head = log->has_damaged_head && code != MLS_OK;
     return code;
 }
 

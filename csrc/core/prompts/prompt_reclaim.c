@@ -31,18 +31,21 @@
 enum {
     MODE = 0666,      /* of a new file `used` */
     UNINDEXED = 1024, /* records that the index file may lack, at least */
-    CLOSED = -2       /* as log->used: the file cannot be opened */
+    CLOSED = -2,      /* as log->used: the file cannot be opened */
+    MOSTLY = 2,       /* divisors of is_dead: a segment that pays for its compaction, */
+    PARTLY = 8,       /* and one that the user wants to be compacted */
+    ANY = 1 << 30     /* and one with any dead record */
 };
 
 /* ---- recency ---- */
 
-/* Open the file `used` with the access that `flags` allow (such as O_RDWR); it is created
- * if it is missing. Returns -1 if that fails or it is not a regular file. */
+/* Open the file `used` with the access that `flags` allow (such as O_RDWR). Returns -1 if
+ * that fails or it is not a regular file. */
 static int open_used(const mls_prompt_log *log, int flags)
 {
     struct stat info;
     const int fd = openat(log->folder, MLS_PROMPT_USED,
-                          flags | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, MODE);
+                          flags | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, MODE);
     if (fd >= 0 && (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode))) {
         (void)close(fd);
         return -1;
@@ -58,7 +61,7 @@ void mls_prompt_note_use(mls_prompt_log *log, const mls_prompt_key *key)
     unsigned char row[MLS_PROMPT_USED_ROW];
     struct stat info;
     if (log->used == -1) {
-        const int fd = open_used(log, O_WRONLY | O_APPEND);
+        const int fd = open_used(log, O_WRONLY | O_APPEND | O_CREAT);
         log->used = fd < 0 ? CLOSED : fd;
     }
     if (log->used < 0 || fstat(log->used, &info) != 0 ||
@@ -94,23 +97,41 @@ static void apply_row(mls_prompt_log *log, const unsigned char *row)
     }
 }
 
-/* Apply the uses that all processes noted in the file `used`, and empty it. Failures lose
- * uses only. */
-static void merge_uses(mls_prompt_log *log)
+/* Apply the rows of the file `used`, open as `fd`, that this log has not applied. Another
+ * process may have emptied the file. Failures lose uses only. */
+static void apply_rows(mls_prompt_log *log, int fd)
 {
-    const int fd = open_used(log, O_RDWR);
-    unsigned char *rows = fd < 0 ? NULL : mls_alloc(MLS_PROMPT_USED_MOST, 1);
-    ssize_t bytes = rows == NULL ? 0 : pread(fd, rows, MLS_PROMPT_USED_MOST, 0);
-    for (ssize_t at = 0; at + MLS_PROMPT_USED_ROW <= bytes; at += MLS_PROMPT_USED_ROW) {
-        apply_row(log, rows + at);
-    }
-    if (bytes > 0) {
-        (void)!ftruncate(fd, 0);
-    }
-    if (fd >= 0) {
-        (void)close(fd);
+    unsigned char *rows = mls_alloc(MLS_PROMPT_USED_MOST, 1);
+    const ssize_t bytes = rows == NULL ? 0 : pread(fd, rows, MLS_PROMPT_USED_MOST, 0);
+    log->used_applied = log->used_applied > bytes ? 0 : log->used_applied;
+    while (log->used_applied + MLS_PROMPT_USED_ROW <= bytes) {
+        apply_row(log, rows + log->used_applied);
+        log->used_applied += MLS_PROMPT_USED_ROW;
     }
     mls_free(rows);
+}
+
+void mls_prompt_apply_uses(mls_prompt_log *log)
+{
+    const int fd = open_used(log, O_RDONLY);
+    if (fd >= 0) {
+        apply_rows(log, fd);
+        (void)close(fd);
+    }
+}
+
+/* Apply the uses that all processes noted in the file `used`, and empty it. */
+static void merge_uses(mls_prompt_log *log)
+{
+    const int fd = open_used(log, O_RDWR | O_CREAT);
+    if (fd < 0) {
+        return;
+    }
+    apply_rows(log, fd);
+    if (log->used_applied > 0 && ftruncate(fd, 0) == 0) {
+        log->used_applied = 0;
+    }
+    (void)close(fd);
 }
 
 /* ---- sizes ---- */
@@ -132,10 +153,16 @@ uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
     return bytes;
 }
 
-/* Return whether entries refer to less than half of the bytes of a segment's records. */
-static bool is_mostly_dead(const mls_prompt_segment *segment)
+/* Return the bytes of a segment's records that no entry refers to. */
+static uint64_t dead_bytes(const mls_prompt_segment *segment)
 {
-    return segment->live < (segment->bytes - MLS_PROMPT_FILE_HEAD + 1) / 2;
+    return segment->bytes - MLS_PROMPT_FILE_HEAD - segment->live;
+}
+
+/* Return whether more than the part 1 / `divisor` of a segment's records is dead. */
+static bool is_dead(const mls_prompt_segment *segment, uint64_t divisor)
+{
+    return dead_bytes(segment) > (segment->bytes - MLS_PROMPT_FILE_HEAD) / divisor;
 }
 
 /* ---- compaction ---- */
@@ -344,15 +371,15 @@ static mls_code compact_segment(const compaction *c, uint32_t number, mls_status
     return code == MLS_OK ? remove_segment(log, number, st) : code;
 }
 
-/* Return the number of a segment, at most `last`, that is worth a compaction, or
- * MLS_PROMPT_NONE. */
-static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
+/* Return the number of a segment, at most `last`, of whose bytes more than the part
+ * 1 / `divisor` is dead, or MLS_PROMPT_NONE. */
+static uint32_t find_dead(mls_prompt_log *log, uint32_t last, uint64_t divisor)
 {
     uint32_t number = MLS_PROMPT_NONE;
     mls_prompt_lock_state(log);
     for (size_t i = 0; i < log->segment_count && number == MLS_PROMPT_NONE; i++) {
         const mls_prompt_segment *segment = &log->segments[i];
-        if (segment->number <= last && is_mostly_dead(segment)) {
+        if (segment->number <= last && is_dead(segment, divisor)) {
             number = segment->number;
         }
     }
@@ -360,15 +387,17 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
     return number;
 }
 
-/* Compact all segments that are mostly dead; the newest too if `newest_too`. Segments
- * that this creates are left alone: one that has only notes is mostly dead. */
-static mls_code compact_all(const compaction *c, bool newest_too, mls_status *st)
+/* Compact all segments of whose bytes more than the part 1 / `divisor` is dead; the
+ * newest too if `newest_too`. Segments that this creates are left alone: one that has
+ * only notes is mostly dead. */
+static mls_code compact_all(const compaction *c, bool newest_too, uint64_t divisor,
+                            mls_status *st)
 {
     mls_prompt_log *log = c->log;
     const uint32_t last = log->highest - !newest_too; /* only the writer changes it */
     mls_code code = MLS_OK;
     for (uint32_t number; code == MLS_OK && log->highest > 0 &&
-                          (number = find_mostly_dead(log, last)) != MLS_PROMPT_NONE;) {
+                          (number = find_dead(log, last, divisor)) != MLS_PROMPT_NONE;) {
         code = compact_segment(c, number, st);
     }
     return code;
@@ -399,7 +428,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes,
                             const mls_progress *progress, mls_status *st)
 {
     const compaction c = {log, mls_prompt_segment_limit(max_bytes), progress};
-    mls_code code = compact_all(&c, false /* older ones */, st);
+    mls_code code = compact_all(&c, false /* older ones */, MOSTLY, st);
     mls_prompt_lock_state(log);
     if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
         merge_uses(log);
@@ -502,6 +531,18 @@ static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
     return used <= max_bytes && bytes <= max_bytes - used;
 }
 
+/* Return the dead bytes of all segments. */
+static uint64_t all_dead(mls_prompt_log *log)
+{
+    uint64_t bytes = 0;
+    mls_prompt_lock_state(log);
+    for (size_t i = 0; i < log->segment_count; i++) {
+        bytes += dead_bytes(&log->segments[i]);
+    }
+    mls_prompt_unlock_state(log);
+    return bytes;
+}
+
 /* Remove the entry of a candidate; return whether its segment is mostly dead now. Entries
  * keep their numbers meanwhile: only the writer packs the index. */
 static bool evict_entry(mls_prompt_log *log, uint32_t number)
@@ -510,14 +551,15 @@ static bool evict_entry(mls_prompt_log *log, uint32_t number)
     const mls_prompt_entry *entry = &log->index.entries[number];
     const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
     mls_prompt_forget_record(log, number);
-    const bool is_dead = segment != NULL && is_mostly_dead(segment);
+    const bool is_worth_it = segment != NULL && is_dead(segment, MOSTLY);
     mls_prompt_unlock_state(log);
-    return is_dead;
+    return is_worth_it;
 }
 
 /* Evict and compact until `bytes` more bytes fit. Compact first, since dead bytes may
  * suffice. Then evict record by record; space becomes free only when a segment is mostly
- * dead and is compacted. */
+ * dead and is compacted. If that is not enough, because the rest is pinned, compact all
+ * that have dead bytes, such as the bytes of a damaged record. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               const mls_progress *progress, bool *fits, mls_status *st)
 {
@@ -534,15 +576,19 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to choose records to evict");
     }
-    mls_code code = compact_all(&c, true /* newest too */, st);
+    mls_code code = compact_all(&c, true /* newest too */, MOSTLY, st);
     *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
     for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
         if (evict_entry(log, list[i].number)) {
-            code = compact_all(&c, true /* newest too */, st);
+            code = compact_all(&c, true /* newest too */, MOSTLY, st);
             *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
         }
     }
     mls_free(list);
+    if (code == MLS_OK && !*fits && has_room(log, bytes, max_bytes + all_dead(log))) {
+        code = compact_all(&c, true /* newest too */, ANY, st);
+        *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
+    }
     return code;
 }
 
@@ -559,7 +605,7 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes,
     mls_prompt_unlock_state(log);
     mls_code code = mls_prompt_make_room(log, 0, max_bytes, progress, &fits, st);
     if (code == MLS_OK) {
-        code = compact_all(&c, true /* newest too */, st);
+        code = compact_all(&c, true /* newest too */, PARTLY, st);
     }
     mls_prompt_lock_state(log);
     if (code == MLS_OK) {

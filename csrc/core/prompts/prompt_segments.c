@@ -209,6 +209,40 @@ static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
     return code == MLS_E_FORMAT ? MLS_OK : code;
 }
 
+bool mls_prompt_segment_has_head(const mls_prompt_log *log, uint32_t number, int fd)
+{
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD], expected[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head = {.number = number};
+    mls_status ignored;
+    memcpy(head.id, log->id, sizeof head.id);
+    mls_prompt_head_write(expected, letters, &head, log->crc);
+    return mls_file_read_at(fd, bytes, sizeof bytes, 0, &ignored) == MLS_OK &&
+           memcmp(bytes, expected, sizeof bytes) == 0;
+}
+
+mls_code mls_prompt_segment_id(const mls_prompt_log *log, uint32_t number,
+                               unsigned char *id, mls_status *st)
+{
+    char name[MLS_PROMPT_NAME];
+    unsigned char bytes[MLS_PROMPT_FILE_HEAD];
+    mls_prompt_head head;
+    uint64_t length;
+    int fd = -1;
+    mls_code code = mls_file_open_at(log->folder, mls_prompt_segment_name(name, number),
+                                     false /* no links */, &fd, &length, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_file_read_at(fd, bytes, sizeof bytes, 0, st);
+    (void)close(fd);
+    code = code == MLS_OK ? mls_prompt_head_parse(bytes, letters, log->crc, &head, st)
+                          : code;
+    if (code == MLS_OK) {
+        memcpy(id, head.id, sizeof head.id);
+    }
+    return code;
+}
+
 /* Open segment `number` for reading, and set `*out` to its descriptor. MLS_E_IO;
  * MLS_E_FORMAT: not a segment of this log. */
 static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
@@ -313,6 +347,7 @@ void mls_prompt_log_clear(mls_prompt_log *log)
     log->put = 0;
     log->clock = 0;
     log->unindexed = 0;
+    log->used_applied = 0;
     log->tail_segment = 0;
     mls_prompt_index_fini(&log->index);
 }

@@ -96,8 +96,9 @@ mls_code mls_prompt_damage_add(mls_prompt_damage_list *list, uint32_t segment,
     list->damage = damage;
     damage[list->count] = (mls_prompt_damage){.segment = segment, .offset = offset};
     snprintf(damage[list->count].text, sizeof damage[list->count].text, "%s",
-             text != NULL
-                 ? text
+             text != NULL ? text
+             : offset == 0
+                 ? "the first 64 bytes are damaged"
                  : "a header is damaged, or its put was killed: the record is lost");
     list->count++;
     return MLS_OK;

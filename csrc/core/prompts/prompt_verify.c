@@ -38,6 +38,7 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
 {
     mls_prompt_lock_state(log);
     mls_code code = mls_prompt_follow(log, st);
+    mls_prompt_apply_uses(log);
     mls_prompt_entry *entries = NULL;
     size_t listed = 0;
     if (code == MLS_OK) {
@@ -184,8 +185,12 @@ static mls_code report_record(verification *v, const mls_prompt_entry *entry,
     v->notes = notes;
     notes[v->note_count++] = (mls_prompt_note){
         .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
+    char whole[MLS_TEXT_BYTES];
+    const bool is_pinned = (entry->flags & MLS_PROMPT_PINNED) != 0;
+    snprintf(whole, sizeof whole, "%.*s%s", MLS_TEXT_BYTES / 2, text,
+             is_pinned ? "; it was pinned: pin it again" : "");
     return mls_prompt_damage_add(&v->found, entry->segment,
-                                 mls_prompt_entry_offset(entry), text, st);
+                                 mls_prompt_entry_offset(entry), whole, st);
 }
 
 /* Note that a segment has a damaged header at `offset`, and append the damage unless an
@@ -210,6 +215,16 @@ static mls_code report_header(verification *v, uint32_t segment, uint64_t offset
                                       compare_entries) != NULL;
     return has_entry ? MLS_OK
                      : mls_prompt_damage_add(&v->found, segment, offset, NULL, st);
+}
+
+/* Report a damaged head of the segment `file`, which is used in spite of it.
+ * MLS_E_MEMORY. */
+static mls_code verify_head(verification *v, uint32_t number, const mls_prompt_file *file,
+                            mls_status *st)
+{
+    return mls_prompt_segment_has_head(v->log, number, file->fd)
+               ? MLS_OK
+               : report_header(v, number, 0, st);
 }
 
 /* Report the places of the segment `file` that must have a valid header, and do not.
@@ -283,7 +298,8 @@ static mls_code verify_segments(verification *v, mls_status *st)
         const bool is_newest = number == log->highest;
         mls_prompt_unlock_state(log);
         if (file != NULL) {
-            code = verify_headers(v, number, is_newest, file, st);
+            code = verify_head(v, number, file, st);
+            code = code == MLS_OK ? verify_headers(v, number, is_newest, file, st) : code;
         }
         if (code != MLS_OK && !is_system_error(code, st)) {
             code = MLS_OK;
@@ -331,6 +347,9 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
     }
     if (code == MLS_OK) {
         code = verify_segments(&v, st);
+    }
+    if (code == MLS_OK && log->has_damaged_head) {
+        code = mls_prompt_damage_add(&v.found, 0 /* store */, 0, NULL, st);
     }
     for (size_t i = 0; code == MLS_OK && repair && i < log->removed.count; i++) {
         const mls_prompt_damage *each = &log->removed.damage[i];

@@ -290,6 +290,10 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
     mls_prompt_lock_state(log);
     log->removed.count = 0;
     mls_code code = prepare_writing(log, st);
+    if (code == MLS_OK && log->has_damaged_head) {
+        code = mls_prompt_damage_add(&log->removed, 0, 0, NULL, st);
+        code = code == MLS_OK ? mls_prompt_store_mend(log, st) : code;
+    }
     log->is_writing = true;
     mls_prompt_unlock_state(log);
     if (code == MLS_OK) {

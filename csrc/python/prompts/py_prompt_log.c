@@ -712,7 +712,11 @@ static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
         char name[32];
-        PyOS_snprintf(name, sizeof name, "segment-%08u", (unsigned)damage[i].segment);
+        if (damage[i].segment == 0) {
+            memcpy(name, "store", sizeof "store");
+        } else {
+            PyOS_snprintf(name, sizeof name, "segment-%08u", (unsigned)damage[i].segment);
+        }
         PyObject *text = PyUnicode_DecodeUTF8(
             damage[i].text, (Py_ssize_t)strlen(damage[i].text), "backslashreplace");
         mlspy_append(&list, Py_BuildValue("(sKN)", name,
