@@ -116,6 +116,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         if size is not None
     ]
     texts += [f"states {', '.join(states)}"] if states else []
+    texts += [] if data["step"] is None else [f"step {data['step']}"]
     lines = [f"{arguments.target} ({format}): {'; '.join(texts)}"]
     if format in FLAT and None not in sizes.values():
         text = "names begin with model. and optimizer.; --only model writes the model's own names"

@@ -176,7 +176,9 @@ def _lines_of_repair(report: VerifyReport) -> list[str]:
     if report.repaired is not None:
         step = "" if report.step is None else f"step {report.step}, "
         text = f"{step}generation {report.repaired}, is the newest good one, and in place"
-        lost = [f"deleted: damaged steps {steps_text(report.deleted)}"] if report.deleted else []
+        steps = steps_text(report.deleted)
+        left = f"deleted: {steps}, damaged; the next save or mlstate prune deletes its files"
+        lost = [left] if report.deleted else []
         return [f"repaired: {text}", *lost]
     if {problem.kind for problem in report.problems} == {"header"}:
         text = "every tensor loads, and the next save writes files with damaged headers again"

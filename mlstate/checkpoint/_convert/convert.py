@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .._options import LoadOptions
     from .._sources.protocol import Source
 
+_WITH_STEP = ("mlstate", "lightning")  # formats whose checkpoints always have a step
 _BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
 
 
@@ -103,8 +104,9 @@ def convert(
     step : int or "latest", optional
         The step of a run. Default: the newest.
     only, skip : str or iterable of str, optional
-        Entries to convert, or to leave out: "model", "optimizer", or the name of another entry. A
-        dict of tensors that is chosen alone becomes the model.
+        Entries to convert, or to leave out: "model", "optimizer", "step", or the name of another
+        entry. A dict of tensors that is chosen alone becomes the model. Checkpoints of mlstate and
+        Lightning keep the step.
     names, rename
         As for `load`: which tensors, and prefixes of names to replace.
     dtype : dtype or str, optional
@@ -123,8 +125,9 @@ def convert(
     -------
     dict
         The conversion: ``source`` and ``target`` (paths), ``source_format`` and
-        ``target_format``, ``model`` and ``optimizer`` (the number of ``tensors``, and their
-        ``bytes``; None without one) and ``states`` (the names of other entries).
+        ``target_format``, ``step`` (of the target; None without one), ``model`` and ``optimizer``
+        (the number of ``tensors``, and their ``bytes``; None without one) and ``states`` (the
+        names of other entries).
 
     Raises
     ------
@@ -204,14 +207,16 @@ def _convert(
         option = next(iter(request.export))
         raise ValueError(f"{option}= requires format='huggingface': the target's format is {name}")
 
-    def result(model: object, optimizer: object, states: list[str]) -> dict[str, Any]:
+    def result(
+        model: object, optimizer: object, states: list[str], step: int | None
+    ) -> dict[str, Any]:
         sizes = {"model": model, "optimizer": optimizer, "states": states}
         paths = {"source": source.path, "source_format": source.format, "target": place}
-        return paths | {"target_format": name} | sizes
+        return paths | {"target_format": name, "step": step} | sizes
 
     if isinstance(start, OtherTarget) and name == "huggingface":
         size = _export(source, request, start.target, progress)
-        return source, result(size, None, [])
+        return source, result(size, None, [], None)
     opened = as_folder(source, exact=True) if is_ckpt else source
     changes: LoadOptions = {"device": "cpu"} if is_saved_ckpt else request.changes
     parts = read_parts(opened, request.selection, changes)
@@ -224,10 +229,13 @@ def _convert(
         parts = parts.without_empty()
     start, parts = _with_entry(source, start, parts, is_cast=bool(changes.get("cast")))
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
+    if request.selection and name not in _WITH_STEP and not request.selection.takes("step"):
+        step = None
     written = write_parts(place, name, start, parts, step)
     names = {*written.states, *written.metadata}
     states = [] if is_ckpt or is_saved_ckpt else names.intersection(split_entries(parts.states)[0])
-    return source, result(_size_of(written.model), _size_of(written.optimizer), sorted(states))
+    sizes = _size_of(written.model), _size_of(written.optimizer)
+    return source, result(*sizes, sorted(states), written.step if step is None else step)
 
 
 def _with_entry(

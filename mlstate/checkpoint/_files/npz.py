@@ -2,7 +2,8 @@
 
 ``numpy.load`` can read these files. Names that a zip archive would not preserve are stored as
 other names. bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored
-as unsigned integers. The text entry ``mlstate.json`` records both.
+as unsigned integers. The text entry ``mlstate.json`` records both, and metadata; a file with
+neither has only the arrays.
 """
 
 from __future__ import annotations
@@ -69,17 +70,19 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
 def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str, object]) -> None:
     """Write arrays without object dtypes, and a record of additional JSON values, atomically.
 
-    `record` must not have the keys ``names`` and ``dtypes``, which are added.
+    `record` must not have the keys ``names`` and ``dtypes``, which are added. A record of empty
+    values is not written.
     """
     members = _member_names(list(arrays))
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
     names = {member: name for name, member in members.items() if member != name}
-    text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
+    record = {**record, "names": names, "dtypes": dtypes}
 
     def write(file: IO[bytes]) -> None:
         archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
         try:
-            _write_member(archive, RECORD, np.array(text))
+            if any(record.values()):
+                _write_member(archive, RECORD, np.array(json.dumps(record, sort_keys=True)))
             for name, array in arrays.items():
                 stored = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
                 _write_member(archive, members[name], stored)

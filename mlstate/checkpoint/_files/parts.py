@@ -107,6 +107,7 @@ class Selection:
             part_names.add(OPTIMIZER)
         unread_states = parts.unreadable.get(STATES, {})
         self._seen |= {*part_names, *parts.metadata, *parts.states, *unread_states}
+        self._seen |= {"step"} if parts.step is not None else set()
         self._check_names(part_names & parts.states.keys(), path)
         chosen = set(filter(self.takes, part_names))
         metadata = {

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tries import tries
 
+import mlstate
 from mlstate import (
     CompatibilityError,
     FormatError,
@@ -447,3 +448,31 @@ def test_masked_arrays_are_refused(tmp_path):
         with pytest.raises(TypeError, match="'m' is a masked array"):
             save()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_alone_has_no_entry_but_its_arrays(tmp_path):
+    state = {"w": np.ones(3), "b": np.zeros(2, np.float32)}
+    with mlstate.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(7, state, {"w.m": np.zeros(3)}, metadata={"loss": 0.5})
+    for options, names in (
+        ({"only": "model"}, {"w", "b"}),
+        ({"skip": ["optimizer", "step", "loss"]}, {"w", "b"}),
+        ({"only": ["model", "step"]}, {"w", "b", "mlstate.json"}),
+    ):
+        target = tmp_path / f"{len(names)}{options.keys()}.npz"
+        converted = mlstate.convert(tmp_path / "run", target, **options)
+        assert set(np.load(target).files) == names
+        assert converted["step"] == (7 if "mlstate.json" in names else None)
+        loaded = mlstate.load(target)
+        assert loaded.step == converted["step"] and loaded.metadata.get("loss") is None
+    mlstate.convert(tmp_path / "run", tmp_path / "copy", only="model")
+    assert mlstate.load(tmp_path / "copy").step == 7  # a checkpoint keeps the step
+    with pytest.raises(ValueError, match="'lr'"):
+        mlstate.convert(tmp_path / "run", tmp_path / "x.npz", skip="lr")
+
+
+def test_a_model_alone_is_a_state_dict_of_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    mlstate.save(tmp_path / "ckpt", torch.nn.Linear(3, 2), step=7)
+    mlstate.convert(tmp_path / "ckpt", tmp_path / "model.pt", only="model")
+    torch.nn.Linear(3, 2).load_state_dict(torch.load(tmp_path / "model.pt"))
