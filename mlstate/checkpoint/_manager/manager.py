@@ -16,7 +16,7 @@ from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
 from ...collectives._arguments import optional_group
-from ...errors import ChecksumError, FormatError, MLStateError
+from ...errors import ChecksumError, FormatError, MLStateError, StoreNotFoundError
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.save import save
 from .._checkpoint.save_async import SaveHandle, save_async
@@ -346,8 +346,17 @@ class CheckpointManager:
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     def _find(self, step: int | str) -> tuple[Root, Manifest]:
-        """Return root and manifest of `step`; raises as `checkpoint`."""
-        return read_step(self._checkpoints, self._number_of(step))
+        """Return root and manifest of `step`; raises as `checkpoint`.
+
+        A writer may delete the latest or the best step for another one before it is read.
+        """
+        while True:
+            number = self._number_of(step)
+            try:
+                return read_step(self._checkpoints, number)
+            except StoreNotFoundError:
+                if not isinstance(step, str) or self._number_of(step) == number:
+                    raise
 
     def _number_of(self, step: Any) -> int:
         """Return the number of `step`, also for "latest" and "best"; an int is not looked up.
