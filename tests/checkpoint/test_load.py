@@ -215,7 +215,7 @@ def test_selected_names_must_have_targets(path):
     def zeros(*names):
         return {name: np.zeros(4, np.float32) for name in names}
 
-    hint = r"2 of 2 names match after rename\(source, {'enc.': ''}\)"
+    hint = r"2 of 2 names match with rename={'enc.': ''}"
     refused(rf'(?s)Unexpected key.*"enc.b", "enc.w"\..*{hint}', "enc", model=zeros("w", "b"))
     refused('Unexpected key.*"enc.w"', "enc.w", model=zeros("enc.W"))
     refused('Unexpected key.*"enc.w.m"', "enc", model=zeros("enc.w", "enc.b"), optimizer={})

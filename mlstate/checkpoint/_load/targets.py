@@ -96,8 +96,10 @@ def names_error(
             quoted = join([f'"{name}"' for name in names[:LISTED]])
             more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
-    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
-    lines += [f"{hint}."] if hint else []
+    sides = dict.fromkeys(unexpected), dict.fromkeys(unfilled)
+    rules, hint = rename_hint(*sides, unexpected, unfilled)
+    if hint:
+        lines.append(f"{hint.partition(' after ')[0]} with rename={rules!r}.")
     return CompatibilityError("\n    ".join(lines), name=(missing or unexpected)[0], path=path)
 
 
@@ -220,7 +222,10 @@ class _Target:
         lenient = self.section.is_optimizer and options["missing"] != "error"
         if options["strict"] and (unexpected or (lacking and not lenient)):
             lacking = [] if lenient else lacking
-            raise names_error(lacking, unexpected, unfilled, self.loader.folder)
+            error = names_error(lacking, unexpected, unfilled, self.loader.folder)
+            if "rename=" not in str(error):
+                error.args = (f"{error}\n    With strict=False, the other tensors are loaded.",)
+            raise error
         if options["missing"] == "zeros" and self.section.is_optimizer:
             for name in lacking:
                 filling.zero(name)
