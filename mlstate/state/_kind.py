@@ -102,7 +102,9 @@ def restore_kind(arrays: dict[str, object], description: Any, path: object) -> S
         cls, names = (StateDict, ()) if kind == "state" else _ATTRIBUTES[kind]
         if not attributes.keys() <= set(names):
             raise KeyError(*(attributes.keys() - set(names)))
-        state = cls(**attributes)  # without the arrays: their names must not become keywords
+        state = cls()
+        for name, value in attributes.items():
+            setattr(state, name, value)
     except (
         ArithmeticError,
         AttributeError,
