@@ -309,7 +309,7 @@ def transition_coreml_state(
     ----------
     source_mlstate, target_mlstate : MLState
         Results of ``MLModel.make_state()`` in coremltools 9, or other objects with
-        ``read_state(name)`` and ``write_state(name, value)``, such as `FakeMLState`. Or lists of
+        ``read_state(name=)`` and ``write_state(name=, value=)``, such as `FakeMLState`. Or lists of
         them, one for each chunk of a model; None for a chunk without states.
     state_name : str or list of str
         Name of the state in both models, and in all chunks. Or several names.

@@ -466,7 +466,7 @@ class ContextLadder:
         >>> ladder.shrink(300, 256)
         Traceback (most recent call last):
         mlstate.errors.CapacityError: 300 tokens do not fit into 256 positions: pass size=512, or
-        refill=True to drop tokens
+        drop tokens by a refill
         >>> ladder.shrink(300, 256, refill=True)
         LadderStep(action='refill', size=256, kept=(range(172, 300),), dropped=range(0, 172),
                    batches=((0, 64), (64, 128)))
@@ -481,7 +481,7 @@ class ContextLadder:
         if refill:
             return self.refill(position, size)
         larger = f"pass size={sufficient[0]}, or " if sufficient else ""
-        raise tokens_error(position, size, f"{larger}refill=True to drop tokens")
+        raise tokens_error(position, size, f"{larger}drop tokens by a refill")
 
     def prefill_batches(self, stop: int, start: int = 0) -> tuple[tuple[int, int], ...]:
         """Divide positions into whole batches.

@@ -340,11 +340,11 @@ def test_shrinking_below_the_tokens_names_the_remedy():
     with pytest.raises(CapacityError) as caught:
         ladder.shrink(300, 256)
     assert str(caught.value) == (
-        "300 tokens do not fit into 256 positions: pass size=512, or refill=True to drop tokens"
+        "300 tokens do not fit into 256 positions: pass size=512, or drop tokens by a refill"
     )
     assert (caught.value.expected, caught.value.got) == ("0..256", "300")
     for size in (None, 1024):
-        with pytest.raises(CapacityError, match=r"into 1024 positions: refill=True to drop"):
+        with pytest.raises(CapacityError, match=r"into 1024 positions: drop tokens by"):
             ladder.shrink(2000, size)
         assert ladder.shrink(2000, size, refill=True) == ladder.refill(2000)
     assert ladder.shrink(300, 256, refill=True).kept == (range(172, 300),)

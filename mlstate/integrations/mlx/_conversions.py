@@ -119,7 +119,7 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
     Parameters
     ----------
     state : CacheState
-        A state from `from_cache`, or another one whose arrays have the same names.
+        A state from `from_cache`. With `into`, any other one whose arrays have the same names.
     into : list of layers, optional
         The cache to fill, for example of ``make_prompt_cache(model, max_kv_size)`` with another
         size. Its layers get other arrays and numbers, so objects that refer to the layers see the

@@ -162,7 +162,7 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     Parameters
     ----------
     state : CacheState
-        A state from `from_cache`, or another one whose arrays have the same names.
+        A state from `from_cache`. With `into`, any other one whose arrays have the same names.
     into : transformers.Cache, optional
         The cache to fill, for example a StaticCache of another size. Its tokens are replaced.
         Default: a new cache with layers of the classes that `from_cache` was given.
