@@ -125,7 +125,7 @@ def convert(
     -------
     dict
         The conversion: ``source`` and ``target`` (paths), ``source_format`` and
-        ``target_format``, ``step`` (of the target; None without one), ``model`` and ``optimizer``
+        ``target_format``, ``step`` (that was converted, or None), ``model`` and ``optimizer``
         (the number of ``tensors``, and their ``bytes``; None without one) and ``states`` (the
         names of other entries).
 
@@ -229,9 +229,9 @@ def _convert(
         parts = parts.without_empty()
     start, parts = _with_entry(source, start, parts, is_cast=bool(changes.get("cast")))
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
-    if request.selection and name not in _WITH_STEP and not request.selection.takes("step"):
-        step = None
-    written = write_parts(place, name, start, parts, step)
+    choice = None if name in _WITH_STEP else request.selection
+    written_step = step if choice is None or choice.takes("step") else None
+    written = write_parts(place, name, start, parts, written_step)
     names = {*written.states, *written.metadata}
     states = [] if is_ckpt or is_saved_ckpt else names.intersection(split_entries(parts.states)[0])
     sizes = _size_of(written.model), _size_of(written.optimizer)
