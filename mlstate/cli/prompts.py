@@ -123,7 +123,7 @@ def _print_damage(
     facts = {"path": arguments.path, "damage": table.data(damage="text")}
     lines: list[str | Table] = [table]
     if status:
-        text = "mlstate prompts repair removes what is damaged; put, and pin, these prompts again"
+        text = "mlstate prompts repair removes what is damaged; then put the prompts again"
         lines.append(f"to recover: {text}")
     return print_result(arguments, facts, lines, status)
 
