@@ -243,6 +243,11 @@ class Session:
         if self._reducer.sessions.get("open") is self:
             self._reducer.sessions.clear()
 
+    @property
+    def failures(self) -> Mapping[str, tuple[int | None, str]]:
+        """The rank at fault (None: several) and the reason, by parameter, on any rank."""
+        return self._failures
+
     # ---- buckets ----
 
     def reduce(

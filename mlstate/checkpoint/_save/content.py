@@ -25,6 +25,7 @@ from .._states.collect import (
     check_names,
     take_states,
 )
+from .._states.containers import rank_part
 from .._states.excluded import NONE_EXCLUDED, Excluded
 from .._states.modules import metadata_of
 
@@ -171,14 +172,15 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     )
 
 
-def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
+def _as_dict(state: Any, section: str, source: Any, ranks: int) -> dict[str, Any] | None:
     """Return the caller's `state` as a new dict, None for None; raise if a value cannot be stored.
 
     `section`: name for errors. `source`: the caller's object, a module or optimizer or the state.
+    `ranks`: number of those that save. DTensors become shards.
     """
     if state is None:
         return None
-    arrays = dict(state)
+    arrays = {name: rank_part(value, repr(name), ranks) for name, value in dict(state).items()}
     refuse_given_away(arrays)
     if not is_module(source) and not is_optimizer(source):
         refuse_unstorable(arrays)
@@ -297,8 +299,8 @@ def take_content(
             named = add_entries(named, None, others)
         for state, stored in target.request.entries.items():
             named = add_entries(named, state, stored)
-        params = _as_dict(pair[0], "params", model)
-        dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
+        params = _as_dict(pair[0], "params", model, ranks)
+        dicts = (params, _as_dict(pair[1], "optim_state", optimizer, ranks), named.arrays)
         header = {
             "writer": WRITER,
             "step": _step_of(step, pair[1], is_needed=target.keep_root),

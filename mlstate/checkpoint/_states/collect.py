@@ -13,13 +13,13 @@ import numpy as np
 
 from ..._common.arrays import is_cache, is_torch, refuse_given_away, refuse_unstorable
 from ..._common.backend import backend_of, is_module, is_optimizer
-from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._backend import CheckpointBackend
 from .._folder.names import NEWER
+from .containers import rank_part
 from .excluded import NONE_EXCLUDED, Excluded
 from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, method_of, pack, pack_header, whole_arrays
@@ -159,15 +159,6 @@ def _is_array(value: Any) -> bool:
     )
 
 
-def _part(name: str, value: Any) -> Any:
-    """Return a DTensor as the `Shard` of this rank, and any other value as it is.
-
-    `name`: for errors.
-    """
-    sharded = is_torch(value) and hasattr(value, "device_mesh")
-    return backend_of(value, ShardBackend).part_of(name, value) if sharded else value
-
-
 def _flat_state(value: Any, modules: Sequence[Any], ranks: int, excluded: Excluded) -> Any:
     """Return the tensors of a model or an optimizer by name; None for other values.
 
@@ -191,7 +182,7 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int, excluded: Exclud
         return value
     is_flat = isinstance(value, dict) and bool(value)
     if is_flat and all(isinstance(key, str) and _is_array(value[key]) for key in value):
-        return {key: _part(key, inner) for key, inner in value.items()}
+        return {key: rank_part(inner, repr(key), ranks) for key, inner in value.items()}
     return None
 
 

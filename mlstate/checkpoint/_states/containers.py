@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._common.arrays import is_torch
+from ..._common.backend import backend_of
+from ..._sharding.backend import ShardBackend
+from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -62,12 +65,38 @@ def wrapper_of(value: Any, where: str, ranks: int) -> Any:
     if is_wrapper(value):
         return value
     part = local_wrapper(value) if ranks else None
-    if part is not None and (size := value.device_mesh.size()) > ranks:
-        raise ValueError(
-            f"{where} is spread over {size} ranks, and {ranks} save: pass group= with all of them, "
-            "and make this call on each"
-        )
+    if part is not None:
+        _require_ranks(where, value.device_mesh.size(), ranks)
     return part
+
+
+def rank_part(value: Any, where: str, ranks: int) -> Any:
+    """Return a DTensor as the `Shard` of this rank, and any other value as it is.
+
+    `ranks`: number of those that each store their part; 0: not known. Raises ValueError, with the
+    path `where`, if others have parts.
+    """
+    if not (is_torch(value) and hasattr(value, "device_mesh")):
+        return value
+    part = backend_of(value, ShardBackend).part_of(where, value)
+    if isinstance(part, Shard) and ranks:
+        _require_ranks(where, part.layout.parts, ranks)
+    return part
+
+
+def _require_ranks(where: str, parts: int, ranks: int) -> None:
+    """Raise ValueError if a tensor, at the path `where`, has more `parts` than `ranks` save."""
+    if parts > ranks:
+        raise parts_error(where, parts, ranks)
+
+
+def parts_error(where: str, parts: int, ranks: int) -> ValueError:
+    """Return the error for a tensor on `parts` ranks, at the path `where`, if only `ranks` save."""
+    return ValueError(
+        f"{where} is spread over {parts} ranks, and {ranks} "
+        f"{'takes' if ranks == 1 else 'take'} part: pass group= with all ranks that have a part, "
+        "and make this call on each of them"
+    )
 
 
 def new_wrapper(cls: Any, parts: dict[str, Any], meta: Any, size: Any, stride: Any) -> Any:

@@ -45,7 +45,6 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import NAMES, name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._common.text import shorten
-from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
 from ...errors import CompatibilityError, FormatError, UnstorableError
 from ...state._kind import kind_of, restore_kind
@@ -60,6 +59,7 @@ from .containers import (
     full_name,
     known_classes,
     new_wrapper,
+    rank_part,
     record_of,
     wrapper_of,
 )
@@ -254,7 +254,7 @@ class _Encoder:
         elif is_torch(value):
             form = "torch"
             if hasattr(value, "device_mesh"):
-                value = backend_of(value, ShardBackend).part_of(where, value)
+                value = rank_part(value, where, self.ranks)
             else:
                 backend_of(value, TensorBackend).refuse_unstorable(where, value, where)
                 value = value.detach()

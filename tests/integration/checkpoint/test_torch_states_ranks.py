@@ -250,7 +250,7 @@ def test_block_scaled_states_are_loaded_by_as_many_ranks(group, tmp_path):
         codes_of = target[1].state[target[0].weight]["codes"]
         assert codes_of.placements == module.weight.placements
         assert equal_values(codes_of._local_tensor, codes(group.rank))
-    text = "['codes'] is spread over 2 ranks, and 1 save: pass group="
+    text = "is spread over 2 ranks, and 1 takes part: pass group="
     alone, states = tmp_path / f"alone {group.rank}", {"optimizer": optimizer}
     raises(ValueError, text, mlstate.save, alone, states=states)
     module = torch.nn.Linear(8, 8)
@@ -262,6 +262,29 @@ def test_block_scaled_states_are_loaded_by_as_many_ranks(group, tmp_path):
     text = "is a part of shape (4, 8), and this rank's part of the parameter has shape (3, 8)"
     with torch.serialization.safe_globals([Codes]):
         raises(CompatibilityError, text, mlstate.load, tmp_path / "codes", into=into, group=group)
+
+
+@gloo_ranks.run_on(2)
+def test_dicts_of_sharded_tensors_are_saved_by_all_ranks_or_refused(group, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    module = fully_shard(torch.nn.Linear(5, 7), mesh=mesh)
+    module(torch.ones(2, 5)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    moments = {f"{name}.m": gradient for name, gradient in gradients.items()}
+    states = {"flat": gradients, "nested": {"by name": [gradients]}}
+    whole = {name: gradient.full_tensor() for name, gradient in gradients.items()}
+    mlstate.save(tmp_path / "ranks", gradients, moments, states=states, group=group)
+    loaded = mlstate.load(tmp_path / "ranks")
+    for name, expected in whole.items():
+        nested = loaded.states["nested"]["by name"][0][name]
+        values = loaded.model[name], loaded.optimizer[f"{name}.m"], loaded.states["flat"][name]
+        assert all(np.array_equal(value, expected) for value in (*values, nested))
+    alone, text = tmp_path / f"alone {group.rank}", "is spread over 2 ranks, and 1 takes part"
+    raises(ValueError, text, mlstate.save, alone, gradients)
+    raises(ValueError, text, mlstate.save, alone, {"w": np.ones(1)}, moments)
+    for name in states:
+        raises(ValueError, text, mlstate.save, alone, states={name: states[name]})
+    assert not alone.exists()
 
 
 @gloo_ranks.run_on(2)

@@ -303,6 +303,29 @@ def test_fsdp2_names_rank_differences(group):
 
 
 @gloo_ranks.run_on(2, 3)
+def test_fsdp2_ends_the_pass_if_a_rank_does_not_use_a_module(group):
+    class Optional(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.extra, self.last = layers()[0], torch.nn.Linear(13, 13), layers()[2]
+
+        def forward(self, x, uses_extra):
+            x = self.first(x)
+            return self.last(self.extra(x) if uses_extra else x)
+
+    module, mesh = Optional(), init_device_mesh("cpu", (group.world_size,))
+    for each in (module.first, module.extra, module.last, module):
+        fully_shard(each, mesh=mesh, reshard_after_forward=False)
+    reduce_scatter_with(module, group)
+    inputs = rows_of(group.rank)
+    for each in (module.first, module.extra, module.last):
+        each.unshard()
+    loss = module(inputs, group.rank != 1).square().sum()
+    error = raises(CollectiveError, "the ranks reduce different modules", loss.backward)
+    assert error.name == "extra" and "missing on rank 1 (rank 1 reduces 'first')" in str(error)
+    assert "every rank must use the same modules" in str(error)
+
+
 def test_fsdp2_refuses_invalid_arguments(group):
     module = sharded(group.world_size)
     raises(ValueError, "is sharded among", reduce_scatter_with, module, SingleGroup())

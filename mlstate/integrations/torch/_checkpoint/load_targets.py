@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.arrays import overlaps_itself, with_order
 from ...._common.staged_targets import StagedTargets
 from ...._sharding.layout import Shard
-from ....checkpoint._states.containers import mapped, refuse_other_parts
+from ....checkpoint._states.containers import mapped, parts_error, refuse_other_parts
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import state_dict_of
@@ -80,15 +80,6 @@ def _place(name: str, value: Any) -> Place:
 # ---- saving ----
 
 
-def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
-    """Return the error for a tensor on `parts` ranks if only `ranks` ranks take part."""
-    return ValueError(
-        f"{name!r} is spread over {parts} ranks, and {ranks} "
-        f"{'takes' if ranks == 1 else 'take'} part: pass group= with all ranks that have a part, "
-        "and make this call on each of them"
-    )
-
-
 def _ranks_of(wrapper: Any) -> int:
     """Return the number of ranks over which FSDP1 spreads a module, including replicas."""
     between = getattr(wrapper, "_inter_node_pg", None)
@@ -103,11 +94,11 @@ def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
     for wrapper in flat_wrappers(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
-            raise _refuse_alone(name, _ranks_of(wrapper), ranks)
+            raise parts_error(repr(name), _ranks_of(wrapper), ranks)
     for name, parameter in module.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.size() > ranks:
-            raise _refuse_alone(unwrapped_name(module, name), mesh.size(), ranks)
+            raise parts_error(repr(unwrapped_name(module, name)), mesh.size(), ranks)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
@@ -123,7 +114,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
             )
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.size() > ranks:
-            raise _refuse_alone(f"param_{number}", mesh.size(), ranks)
+            raise parts_error(repr(f"param_{number}"), mesh.size(), ranks)
 
 
 def saved_module(

@@ -16,7 +16,7 @@ from ....fsdp._sharding_unit import FSDPShardingUnit
 from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
@@ -63,10 +63,13 @@ def reduce_scatter_with(
     NCCL add in another order. ``set_gradient_divide_factor`` also works on CPUs, where gloo
     refuses it.
 
-    Before each module, the ranks compare 64-byte headers. If they disagree, or a sum is not
-    finite, the other modules are still reduced. Then ``backward`` raises `CollectiveError` on
-    every rank, which names module and rank, and the gradients of that module are NaN. One
-    buffer, of the size of the largest module's gradients, is kept for the next step.
+    Before each module, the ranks compare 64-byte headers. If they disagree about it, or a sum is
+    not finite, the other modules are still reduced. Then ``backward`` raises `CollectiveError` on
+    every rank, which names module and rank, and the gradients of that module are NaN. Every rank
+    must use the same modules: if ranks reduce different ones, ``backward`` raises at once on every
+    rank, and later modules are not reduced; if a rank has ended its pass before, the others learn
+    it at its next reduction, or at the timeout. One buffer, of the size of the largest module's
+    gradients, is kept for the next step.
 
     On CPUs, FSDP2 waits for each reduction before the backward pass continues. Another call of
     this function replaces the group. With a two-dimensional mesh (HSDP), `group` reduces over
@@ -175,6 +178,8 @@ class _Reduction:
                         _, entries = session.reduce([FullBucket(entries, terms)], entries)
                     session.finish("backward pass")
             except CollectiveError as error:
+                if len(session.failures) > 1:
+                    raise _out_of_step(rank, session.failures) from None
                 if error.name != name:  # the group is broken
                     raise
                 out.fill_(float("nan"))
@@ -190,6 +195,20 @@ class _Reduction:
             current = PassErrors()
             self._errors = weakref.ref(current)
         current.errors.append(error)
+
+
+def _out_of_step(rank: int, failures: Mapping[str, tuple[int | None, str]]) -> CollectiveError:
+    """Return the error, on all ranks, of ranks that reduce different modules at a time.
+
+    `rank`: this one. `failures`: as of a session, by module.
+    """
+    reasons = "; ".join(f"{name!r}: {reason}" for name, (_, reason) in failures.items())
+    name, (other, _) = next(iter(failures.items()))
+    text = (
+        f"backward pass on rank {rank}: the ranks reduce different modules, and the pass ends "
+        f"here: {reasons}; with FSDP2, every rank must use the same modules"
+    )
+    return CollectiveError(text, name=name, rank=other)
 
 
 class _ReduceScatter:
