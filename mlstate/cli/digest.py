@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint._compare.digest import digest_of
+from ..checkpoint._compare.digest import digest_of, has_digests
 from ..state._digest import Digest
 from ._common import (
     PATH_HELP,
@@ -37,22 +37,26 @@ def add(commands: Commands) -> None:
     add_command(commands, "digest", help_text, run_digest, usages, {1: "they differ"})
 
 
-def _digest_of(arguments: argparse.Namespace, side: str) -> Digest:
-    """Return the digest of the path of an argument; of a .json file, the digest in it."""
+def _digest_of(arguments: argparse.Namespace, side: str) -> tuple[Digest, bool]:
+    """Return the digest of the path of an argument, and whether the save had recorded it.
+
+    Of a .json file, return the digest in it.
+    """
     path = getattr(arguments, side)
     if path.endswith(".json") and Path(path).is_file():
-        return Digest.from_json(Path(path).read_bytes())
+        return Digest.from_json(Path(path).read_bytes()), False
     source = find(path, step_of(arguments, path, f"{side}_step"))
-    return digest_of(source, partial(progress_of, "digest"))
+    return digest_of(source, partial(progress_of, "digest")), has_digests(source)
 
 
 def run_digest(arguments: argparse.Namespace) -> int:
     """Print the digest of the first path, or the differences; return 1 if they differ, else 0."""
-    first = _digest_of(arguments, "first")
+    first, is_recorded = _digest_of(arguments, "first")
     if arguments.second is None:
         listed = {"digest": str(first), "tensors": {name: [*e] for name, e in first.items()}}
         return print_result(arguments, listed, [first._table()])
-    difference = first.diff(_digest_of(arguments, "second"))
+    second, is_second_recorded = _digest_of(arguments, "second")
+    difference = first.diff(second)
     changed = [{"name": name, "first": [*a], "second": [*b]} for name, a, b in difference.changed]
     data: dict[str, object] = {
         "identical": difference.identical,
@@ -61,4 +65,7 @@ def run_digest(arguments: argparse.Namespace) -> int:
         "changed": changed,
         "unchanged": difference.unchanged,
     }
-    return print_result(arguments, data, [difference._table()], 0 if difference.identical else 1)
+    lines: list[str | Table] = [difference._table()]
+    if is_recorded or is_second_recorded:
+        lines.append("digests that a save recorded were compared: mlstate verify reads the files")
+    return print_result(arguments, data, lines, 0 if difference.identical else 1)

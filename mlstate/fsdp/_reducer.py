@@ -475,6 +475,8 @@ class Session:
                 self._undo_unused()
         if self._failures:
             result = "not reduced, all others were"
+            if self._step is not None:
+                result = "not reduced, and the step begins again"
             if self._is_refused:
                 any_more = " more" if self._check.sequence else ""
                 result = f"refused, nothing{any_more} was stored on any rank"

@@ -131,5 +131,13 @@ def test_the_command_compares_steps_of_a_run(tmp_path, capsys):
     assert main(["digest", run, run, "--first-step", "2"]) == 0
 
 
+def test_the_command_tells_that_recorded_digests_were_compared(tmp_path, capsys):
+    mlstate.save(tmp_path / "recorded", MODEL, digest=True)
+    mlstate.save(tmp_path / "read", MODEL)
+    for name, is_told in (("recorded", True), ("read", False)):
+        assert main(["digest", str(tmp_path / "read"), str(tmp_path / name)]) == 0
+        assert ("mlstate verify reads the files" in capsys.readouterr().out) == is_told
+
+
 def test_json_of_a_checkpoint_is_readable(folder):
     assert Digest.from_json(mlstate.digest(folder / "c").to_json()) == mlstate.digest(WHOLE)

@@ -376,6 +376,16 @@ def errors_of(change, world=3, **settings):
     return texts.pop()
 
 
+def test_an_error_says_that_the_step_begins_again():
+    def change(hook, leaf, rank):
+        with hook.leaf(rank):
+            if rank != 1:
+                hook.add_gradient("w", np.ones(6, np.float32))
+            hook.finish()
+
+    assert "not reduced, and the step begins again: 'w': " in errors_of(change)
+
+
 def add_leaf_1_twice(hook, leaf, rank):
     leaf(min(rank, 1))
 

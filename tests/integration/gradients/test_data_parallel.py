@@ -326,6 +326,7 @@ def test_fsdp2_ends_the_pass_if_a_rank_does_not_use_a_module(group):
     assert "every rank must use the same modules" in str(error)
 
 
+@gloo_ranks.run_on(2, 3)
 def test_fsdp2_refuses_invalid_arguments(group):
     module = sharded(group.world_size)
     raises(ValueError, "is sharded among", reduce_scatter_with, module, SingleGroup())

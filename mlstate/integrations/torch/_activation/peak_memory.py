@@ -206,7 +206,7 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     Notes
     -----
     Memory allocated before the call is not counted, nor is its release. For comparison with a
-    plan: the plan counts the chain's input, which is allocated before the call. It does not
+    plan: the plan counts the first block's input, which may exist before the call. It does not
     count gradients of parameters, so allocate these first (one backward pass, and then
     ``zero_grad(set_to_none=False)``).
 
