@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
+from .._common.report import Table
 from ..checkpoint._compare.digest import digest_of, has_digests
 from ..state._digest import Digest
 from ._common import (

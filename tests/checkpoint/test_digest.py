@@ -131,7 +131,7 @@ def test_the_command_compares_steps_of_a_run(tmp_path, capsys):
     assert main(["digest", run, run, "--first-step", "2"]) == 0
 
 
-def test_the_command_tells_that_recorded_digests_were_compared(tmp_path, capsys):
+def test_the_command_names_digests_that_were_recorded(tmp_path, capsys):
     mlstate.save(tmp_path / "recorded", MODEL, digest=True)
     mlstate.save(tmp_path / "read", MODEL)
     for name, is_told in (("recorded", True), ("read", False)):

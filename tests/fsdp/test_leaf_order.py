@@ -376,7 +376,7 @@ def errors_of(change, world=3, **settings):
     return texts.pop()
 
 
-def test_an_error_says_that_the_step_begins_again():
+def test_an_error_says_how_the_step_goes_on():
     def change(hook, leaf, rank):
         with hook.leaf(rank):
             if rank != 1:
