@@ -64,6 +64,11 @@ class Conversion(NamedTuple):
         """Whether nothing is chosen or changed."""
         return self.selection is None and not any(self.changes.values())
 
+    def step_for(self, name: str, step: int | None) -> int | None:
+        """Return `step` for a target of the format `name`; None if the entry "step" is left out."""
+        choice = None if name in _WITH_STEP else self.selection
+        return step if choice is None or choice.takes("step") else None
+
 
 @set_module("mlstate")
 def convert(
@@ -229,13 +234,11 @@ def _convert(
         parts = parts.without_empty()
     start, parts = _with_entry(source, start, parts, is_cast=bool(changes.get("cast")))
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
-    choice = None if name in _WITH_STEP else request.selection
-    written_step = step if choice is None or choice.takes("step") else None
-    written = write_parts(place, name, start, parts, written_step)
+    written = write_parts(place, name, start, parts, request.step_for(name, step))
     names = {*written.states, *written.metadata}
     states = [] if is_ckpt or is_saved_ckpt else names.intersection(split_entries(parts.states)[0])
     sizes = _size_of(written.model), _size_of(written.optimizer)
-    return source, result(*sizes, sorted(states), written.step if step is None else step)
+    return source, result(*sizes, sorted(states), step)
 
 
 def _with_entry(

@@ -82,13 +82,13 @@ class _ArrayTarget(StagedTargets):
 
 
 def names_error(
-    missing: list[str], unexpected: list[str], unfilled: list[str], path: str
+    missing: list[str], unexpected: list[str], unfilled: list[str], path: str, remedy: str = ""
 ) -> CompatibilityError:
     """Return an error, in torch's words, that lists mismatched names and suggests a rename.
 
     `missing`: names without a stored value. `unexpected`: stored names without a target.
     `unfilled`: all names of the target without a value, for the suggestion. `path`: of the
-    checkpoint.
+    checkpoint. `remedy`: a line if there is no suggestion.
     """
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
@@ -98,8 +98,8 @@ def names_error(
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
     sides = dict.fromkeys(unexpected), dict.fromkeys(unfilled)
     rules, hint = rename_hint(*sides, unexpected, unfilled)
-    if hint:
-        lines.append(f"{hint.partition(' after ')[0]} with rename={rules!r}.")
+    remedy = f"{hint.partition(' after ')[0]} with rename={rules!r}." if hint else remedy
+    lines += [remedy] if remedy else []
     return CompatibilityError("\n    ".join(lines), name=(missing or unexpected)[0], path=path)
 
 
@@ -222,10 +222,8 @@ class _Target:
         lenient = self.section.is_optimizer and options["missing"] != "error"
         if options["strict"] and (unexpected or (lacking and not lenient)):
             lacking = [] if lenient else lacking
-            error = names_error(lacking, unexpected, unfilled, self.loader.folder)
-            if "rename=" not in str(error):
-                error.args = (f"{error}\n    With strict=False, the other tensors are loaded.",)
-            raise error
+            remedy = "With strict=False, the other tensors are loaded."
+            raise names_error(lacking, unexpected, unfilled, self.loader.folder, remedy)
         if options["missing"] == "zeros" and self.section.is_optimizer:
             for name in lacking:
                 filling.zero(name)
