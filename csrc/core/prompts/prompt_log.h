@@ -229,11 +229,10 @@ mls_code mls_prompt_sync(mls_prompt_log *log, mls_status *st);
 /* Read all records and compare checksums; report also headers that are damaged. With
  * `repair`, for which the log must be locked, damaged records are removed, and segments
  * with damaged headers are written anew; damage that the lock removed is reported too.
- * Sets
- * `*out` to the `*count` damaged ones; the caller frees it with mls_free. After an error
- * it is not set. MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_IO: the removal failed,
- * or the log cannot be read for a reason that proves no damage, such as too many open
- * files. */
+ * Sets `*out` to the `*count` damaged ones; the caller frees it with mls_free. After an
+ * error it is not set. MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_IO: the removal
+ * failed, or the log cannot be read for a reason that proves no damage, such as too many
+ * open files. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st);
 

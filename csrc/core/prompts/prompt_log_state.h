@@ -158,10 +158,16 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 size_t room, unsigned char **bytes,
                                 mls_prompt_header *out, mls_status *st);
 
-/* Append damage at `offset` of a segment, with the reason `text`; NULL: of a header whose
- * record is lost. MLS_E_MEMORY. */
+/* Append damage at `offset` of a segment, with the reason `text`; NULL: of the head of
+ * the file, or of a header, whose record is lost. MLS_E_MEMORY. */
 mls_code mls_prompt_damage_add(mls_prompt_damage_list *list, uint32_t segment,
                                uint64_t offset, const char *text, mls_status *st);
+
+/* Append the damage of an entry's record; the text says if it was pinned. MLS_E_MEMORY.
+ */
+mls_code mls_prompt_damage_add_record(mls_prompt_damage_list *list,
+                                      const mls_prompt_entry *entry, const char *text,
+                                      mls_status *st);
 
 /* Return whether the place at `offset` of a segment has an empty header: a put begins
  * there that has not ended, because headers are written when all payloads are. */

@@ -188,8 +188,7 @@ static mls_code read_segments(mls_prompt_log *log, mls_status *st)
 }
 
 /* Read the head of `store`, and set the log's id. MLS_E_IO; MLS_E_FORMAT: it is damaged,
- * of a newer version or no store, and no segment
- * has the id. */
+ * of a newer version or no store, and no segment has the id. */
 static mls_code read_store(mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];

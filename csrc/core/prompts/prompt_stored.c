@@ -104,6 +104,18 @@ mls_code mls_prompt_damage_add(mls_prompt_damage_list *list, uint32_t segment,
     return MLS_OK;
 }
 
+mls_code mls_prompt_damage_add_record(mls_prompt_damage_list *list,
+                                      const mls_prompt_entry *entry, const char *text,
+                                      mls_status *st)
+{
+    char whole[MLS_TEXT_BYTES];
+    const bool is_pinned = (entry->flags & MLS_PROMPT_PINNED) != 0;
+    snprintf(whole, sizeof whole, "%.*s%s", MLS_TEXT_BYTES / 2, text,
+             is_pinned ? "; it was pinned: pin it again" : "");
+    return mls_prompt_damage_add(list, entry->segment, mls_prompt_entry_offset(entry),
+                                 whole, st);
+}
+
 bool mls_prompt_is_unfinished(int fd, uint64_t offset)
 {
     static const unsigned char empty[MLS_PROMPT_FIXED];

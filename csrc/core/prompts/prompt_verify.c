@@ -185,12 +185,7 @@ static mls_code report_record(verification *v, const mls_prompt_entry *entry,
     v->notes = notes;
     notes[v->note_count++] = (mls_prompt_note){
         .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
-    char whole[MLS_TEXT_BYTES];
-    const bool is_pinned = (entry->flags & MLS_PROMPT_PINNED) != 0;
-    snprintf(whole, sizeof whole, "%.*s%s", MLS_TEXT_BYTES / 2, text,
-             is_pinned ? "; it was pinned: pin it again" : "");
-    return mls_prompt_damage_add(&v->found, entry->segment,
-                                 mls_prompt_entry_offset(entry), whole, st);
+    return mls_prompt_damage_add_record(&v->found, entry, text, st);
 }
 
 /* Note that a segment has a damaged header at `offset`, and append the damage unless an
@@ -348,7 +343,10 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
     if (code == MLS_OK) {
         code = verify_segments(&v, st);
     }
-    if (code == MLS_OK && log->has_damaged_head) {
+    mls_prompt_lock_state(log);
+    const bool has_damaged_head = log->has_damaged_head;
+    mls_prompt_unlock_state(log);
+    if (code == MLS_OK && has_damaged_head) {
         code = mls_prompt_damage_add(&v.found, 0 /* store */, 0, NULL, st);
     }
     for (size_t i = 0; code == MLS_OK && repair && i < log->removed.count; i++) {

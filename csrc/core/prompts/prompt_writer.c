@@ -147,8 +147,7 @@ static mls_code add_deletion(mls_prompt_log *log, note_list *list,
     list->notes = notes;
     notes[list->count++] = (mls_prompt_note){
         .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
-    return mls_prompt_damage_add(&log->removed, entry->segment,
-                                 mls_prompt_entry_offset(entry), text, st);
+    return mls_prompt_damage_add_record(&log->removed, entry, text, st);
 }
 
 /* Append a deletion to `out` for each damaged record of the last put. Does nothing if no
