@@ -596,7 +596,7 @@ class PromptStore:
         """Compare all stored bytes with their checksums.
 
         A record whose header is damaged is lost, and no match finds it; the place is reported. So
-        is the header of a put that was killed while it wrote that, until the next put.
+        is the header of a put that was killed while it wrote it, until the next put.
 
         Returns
         -------

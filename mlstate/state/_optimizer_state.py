@@ -105,7 +105,7 @@ class OptimizerStateDict(StateDict):
         self.param_groups = param_groups
         self.learning_rate = self._first_rate() if learning_rate is None else learning_rate
         for name, value in kwargs.items():
-            if isinstance(value, int | float | str | list | tuple):
+            if type(value) in (bool, int, float, str, list, tuple):
                 raise TypeError(
                     f"{name!r} is a {type(value).__name__}, not an array: hyperparameters go into "
                     f"param_groups=[{{{name!r}: ...}}]"
