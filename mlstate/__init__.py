@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         state,
         threads,
     )
+    from . import testing as testing
     from ._c_library import get_include, get_library_dir
     from ._info import info
     from .activation import Chain, plan
@@ -179,7 +180,7 @@ _NAMES = {
     ),
     ".threads": ("set_num_threads",),
 }
-show_exports(globals(), _NAMES, _MODULES)
+show_exports(globals(), _NAMES, (*_MODULES, "testing"))
 
 
 def _register_with_torch() -> None:

@@ -814,7 +814,9 @@ class FSDPBackwardHook:
                 sharding_units[name].local_gradient = copy_gradient(new_gradients[name])
 
     def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
-        """Fill the existing local gradients with zeros.
+        """Fill the existing local gradients with zeros, to begin a step.
+
+        After an error in a step that accumulates, all ranks must call this.
 
         Parameters
         ----------
@@ -835,6 +837,8 @@ class FSDPBackwardHook:
         if not sharding_units:
             return
         check_units(sharding_units)
+        for unit in sharding_units.values():
+            unit._is_lost = False
         arrays = {name: unit.local_gradient for name, unit in sharding_units.items()}
         clear({name: array for name, array in arrays.items() if array is not None})
 

@@ -111,6 +111,12 @@ class Entry:
         """
         if self.problem:
             return
+        if terms.accumulate and self.unit.local_gradient is None and self.unit._is_lost:
+            self.problem = (
+                "an earlier error dropped the sum of this step: call clear_gradients() on every "
+                "rank, and begin the step again"
+            )
+            return
         try:
             if not self.fits:
                 self.source = packed(self.gradient)
@@ -136,7 +142,7 @@ class Entry:
             self.replaces = False
             add({unit.parameter_name: unit.local_gradient}, {unit.parameter_name: self.out})
         elif self.nodes is None:  # otherwise the sum is stored at the end of the step
-            unit.local_gradient = self.out
+            unit.local_gradient, unit._is_lost = self.out, False
         self._drop()
 
     def _drop(self) -> None:
@@ -156,9 +162,10 @@ class Entry:
     def fail(self) -> None:
         """Set the unit's local gradient to None, even one of an earlier pass, as it is out of date.
 
-        Calls `on_failure`, and drops the full gradient. A second call has no further effect.
+        No later pass of the step may begin a sum in its place (`find_memory`). Calls `on_failure`,
+        and drops the full gradient. A second call has no further effect.
         """
-        self.unit.local_gradient = None
+        self.unit.local_gradient, self.unit._is_lost = None, True
         if self.on_failure is not None:
             self.on_failure()
         self._drop()

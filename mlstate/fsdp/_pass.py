@@ -174,7 +174,7 @@ class BackwardPass:
         """End the pass without the remaining gradients; all local gradients become None."""
         self.fail_others()
         for unit in self._plan.units.values():
-            unit.local_gradient = None
+            unit.local_gradient, unit._is_lost = None, True
         self.session.close()
 
     def fail_others(self) -> None:

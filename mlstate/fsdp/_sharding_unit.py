@@ -113,6 +113,7 @@ class FSDPShardingUnit:
 
     __slots__ = (
         "_counts",
+        "_is_lost",
         "_layout",
         "_local_shape",
         "_world_size",
@@ -153,6 +154,7 @@ class FSDPShardingUnit:
             )
         self.dtype: str = dtype_text(dtype)
         self.local_gradient: Any = None
+        self._is_lost = False  # whether an error dropped the local gradient
         self.like: Any = None  # the parameter, if it is a torch tensor
         self._layout = layout
         self._world_size: int | None = None
@@ -162,6 +164,12 @@ class FSDPShardingUnit:
         self.fact: str = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
             self.bind(world_size)
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Restore a pickled unit."""
+        self._is_lost = False  # pickles of older versions lack it
+        for name, value in state[1].items():
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         world_text = "" if self._world_size is None else f" of {self._world_size}"

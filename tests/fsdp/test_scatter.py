@@ -448,6 +448,34 @@ def test_unaccumulatable_gradient_on_one_rank_fails_on_all(previous, text):
     assert not previous.any()
 
 
+@pytest.mark.parametrize("spoil", ["missing", "shape", "not a number"])
+def test_a_step_that_lost_a_sum_begins_again(spoil):
+    """A pass after an error would begin a sum without the passes before it."""
+
+    def work(group):
+        units = units_of(group.rank, {"w": (4,), "x": (4,)})
+        hook = hook_of(group, units, accumulate=True)
+        good = dict.fromkeys(units, np.ones(4, np.float32))
+        bad = {"shape": np.ones(5, np.float32), "not a number": np.full(4, np.nan, np.float32)}
+        backward(hook, good)
+        with pytest.raises(CollectiveError):
+            if group.rank and spoil == "missing":
+                backward(hook, {"x": good["x"]})
+            else:
+                backward(hook, {**good, "w": bad[spoil]} if group.rank else good)
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=r"'w': .*an earlier error dropped"):
+                backward(hook, good)
+            assert units["w"].local_gradient is None
+        hook.clear_gradients(units)
+        units["x"].local_gradient = None
+        for _ in range(2):
+            backward(hook, good)
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[4.0] * 2] * 2] * 2
+
+
 def test_strided_and_swapped_sums_are_updated(group):
     units = units_of(group.rank, {"w": (8,), "x": (8,)})
     units["w"].local_gradient = np.ones(8, np.float32)[::2]

@@ -73,7 +73,8 @@ def test_other_names_of_the_top_level_are_not_listed_but_importable():
     lazy = {name for names in mlstate._NAMES.values() for name in names}
     assert lazy == {*LISTED.split(), *UNLISTED.split()}
     aliases = re.findall(r"import (\w+) as \1\n", inspect.getsource(mlstate))
-    assert {*aliases} == {*UNLISTED.split()}, "type checkers accept only `X as X`"
+    assert {*aliases} == {"testing", *UNLISTED.split()}, "type checkers accept only `X as X`"
+    assert mlstate.testing.assert_same_bits and "testing" not in dir(mlstate)
 
 
 @home
