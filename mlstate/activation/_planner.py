@@ -110,9 +110,9 @@ def plan(
     TypeError
         If an argument has a wrong type.
     CapacityError
-        If no schedule fits. `expected` is the smallest sufficient budget in bytes; the message
-        also has it in the unit of `budget_bytes`. Also if the table of blocks and slots would
-        exceed 2 GiB.
+        If no schedule fits. `expected` is the smallest sufficient budget in bytes, as a str; the
+        message also has it in the unit of `budget_bytes`. Also if the table of blocks and slots
+        would exceed 2 GiB.
     ValueError
         If the budget is negative, there are more than 8,192 blocks or 1,048,576 slots, or
         `offload` is set for a chain without rates.
