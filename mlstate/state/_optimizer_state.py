@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _core
@@ -113,9 +114,13 @@ class OptimizerStateDict(StateDict):
         super().__init__(*args, **kwargs)
 
     def _first_rate(self) -> float:
-        """Return the learning rate ``lr`` of the first parameter group; 0 if it has no number."""
+        """Return the learning rate ``lr`` of the first parameter group; 0 without a finite one."""
         rate = self.param_groups[0].get("lr") if self.param_groups else None
-        return float(rate) if isinstance(rate, int | float) else 0.0
+        try:
+            number = float(rate) if isinstance(rate, int | float) else 0.0
+        except OverflowError:
+            number = 0.0
+        return number if isfinite(number) else 0.0
 
     @classmethod
     def create(cls: type[Self], optimizer_type: OptimizerType | str) -> Self:
