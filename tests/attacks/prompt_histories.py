@@ -185,7 +185,7 @@ class PromptHistory(Operation):
 
 
 def records_of(history, root):
-    """The ends of all records that the prompts match; None if the log cannot be opened."""
+    """The records that the prompts match, and the damage; None if the log cannot be opened."""
     try:
         log = PromptLog(root / "log", False)
     except (FormatError, StoreError):
@@ -217,7 +217,9 @@ def flip(bench):
         path.write_bytes(data)
         result = judge(history, root, set(), damaged=True)
         after = records_of(history, root)
-        if is_flip and after is not None and after[0] != before[0] and not after[1]:
+        if is_flip and after is None and any(before[0]):
+            result.append("one flipped bit, and the log cannot be opened")
+        elif is_flip and after is not None and after[0] != before[0] and not after[1]:
             result.append(f"records are lost, and verify finds nothing: {before[0]} {after[0]}")
         result += judge_next(root, True)
         complaints += [f"flip {turn} in {path.name}: {text}" for text in result]

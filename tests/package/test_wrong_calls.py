@@ -141,7 +141,7 @@ def test_a_wrong_call_names_the_mistake_and_the_remedy(folder, call, mistake, re
     assert not (folder / "new").exists() and not (folder / "new.safetensors").exists()
 
 
-def test_the_advice_for_a_missing_name_names_what_exists():
+def test_remedies_for_missing_names_exist():
     for remedy in wrong_calls._NAMES.values():
         for path in re.findall(r"mlstate((?:\.\w+)+)", remedy):
             found = mlstate

@@ -494,7 +494,7 @@ def test_bad_attributes_are_refused():
 @pytest.mark.parametrize(
     ("group", "rate"), [({"lr": 0.5}, 0.5), ({"lr": "cosine"}, 0), ({"lr": 10**400}, 0), ({}, 0)]
 )
-def test_the_learning_rate_is_that_of_the_first_group(group, rate):
+def test_the_learning_rate_comes_from_the_first_group(group, rate):
     groups = [group, {"lr": 2.0}]
     assert OptimizerStateDict(param_groups=groups).learning_rate == rate
     assert OptimizerStateDict(param_groups=groups, learning_rate=0.25).learning_rate == 0.25

@@ -253,6 +253,8 @@ def test_block_scaled_states_are_loaded_by_as_many_ranks(group, tmp_path):
     text = "is spread over 2 ranks, and 1 takes part: pass group="
     alone, states = tmp_path / f"alone {group.rank}", {"optimizer": optimizer}
     raises(ValueError, text, mlstate.save, alone, states=states)
+    states = {"codes": [optimizer.state[module.weight]["codes"]]}
+    raises(ValueError, f"states['codes'][0] {text}", mlstate.save, alone, states=states)
     module = torch.nn.Linear(8, 8)
     into = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     text = "differs between the 2 ranks that saved it"
