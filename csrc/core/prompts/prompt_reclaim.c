@@ -6,7 +6,8 @@
  *
  * An eviction only removes entries; the bytes are free when the segment is deleted. A
  * segment that is more than half dead is compacted: its live records are appended to
- * the newest segment, and it is deleted. An evicted record may come back when the log is
+ * the newest segment, and it is deleted. Less suffices for a user who prunes, and for a
+ * put that finds no room otherwise. An evicted record may come back when the log is
  * opened after a crash, which is harmless: its bytes are still there.
  *
  * How recent a use is: the log has a clock that counts puts and matches. The index file
