@@ -159,9 +159,11 @@ _NAMES = {
 
 def missing_name(package: str, name: str, public: list[str]) -> AttributeError:
     """Return the AttributeError for a name that the module `package` lacks, with a remedy."""
-    remedy = _NAMES.get(name) if package == _PACKAGE.removesuffix(".") else None
-    is_word = not name.startswith("_")
-    hint = f"; {remedy}" if remedy else names_hint(name, public, listed=False) if is_word else ""
+    hint = ""
+    if package == "mlstate" and name in _NAMES:
+        hint = f"; {_NAMES[name]}"
+    elif not name.startswith("_"):
+        hint = names_hint(name, public, listed=False)
     return AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
 
 

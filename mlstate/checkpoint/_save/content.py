@@ -180,7 +180,7 @@ def _as_dict(state: Any, section: str, source: Any, ranks: int) -> dict[str, Any
     """
     if state is None:
         return None
-    arrays = {name: rank_part(value, repr(name), ranks) for name, value in dict(state).items()}
+    arrays = {name: rank_part(value, name, ranks) for name, value in dict(state).items()}
     refuse_given_away(arrays)
     if not is_module(source) and not is_optimizer(source):
         refuse_unstorable(arrays)

@@ -182,7 +182,7 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int, excluded: Exclud
         return value
     is_flat = isinstance(value, dict) and bool(value)
     if is_flat and all(isinstance(key, str) and _is_array(value[key]) for key in value):
-        return {key: rank_part(inner, repr(key), ranks) for key, inner in value.items()}
+        return {key: rank_part(inner, key, ranks) for key, inner in value.items()}
     return None
 
 

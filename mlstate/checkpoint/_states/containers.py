@@ -70,17 +70,17 @@ def wrapper_of(value: Any, where: str, ranks: int) -> Any:
     return part
 
 
-def rank_part(value: Any, where: str, ranks: int) -> Any:
+def rank_part(value: Any, name: str, ranks: int) -> Any:
     """Return a DTensor as the `Shard` of this rank, and any other value as it is.
 
-    `ranks`: number of those that each store their part; 0: not known. Raises ValueError, with the
-    path `where`, if others have parts.
+    `name`: for errors. `ranks`: number of those that each store their part; 0: not known. Raises
+    ValueError if others have parts, and TypeError for a sharding that cannot be stored.
     """
     if not (is_torch(value) and hasattr(value, "device_mesh")):
         return value
-    part = backend_of(value, ShardBackend).part_of(where, value)
+    part = backend_of(value, ShardBackend).part_of(name, value)
     if isinstance(part, Shard) and ranks:
-        _require_ranks(where, part.layout.parts, ranks)
+        _require_ranks(repr(name), part.layout.parts, ranks)
     return part
 
 
